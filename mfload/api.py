@@ -256,7 +256,7 @@ def load(
     loader = Loader(index, sources, adapter, how)
     check = observer = None
     if verify is not None:
-        check = _manifest_check(verify, index, [request.info for request in requests])
+        check = _manifest_check(verify, index, sources, [request.info for request in requests])
         observer = check.observer
     if report is not None:
         report.add_stage("headers", start, read)
@@ -709,24 +709,25 @@ def save(
         WriteError: The disk is full, or failed.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
-    from mfload.checking import verify as checking
     from mfload.saving import save as saving
     from mfload.trees import outline
 
-    def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
+    def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None, saving.Seal | None]:
+        seal = None
         if checksums:
-            checking.check_save_target(path, checksums, overwrite=overwrite)
-        return outline.by_name(arrays, metadata)
+            from mfload.checking.sealing import Seal
 
-    finish = partial(checking.with_manifest, write=checksums)
+            seal = Seal.of(checksums)
+        return *outline.by_name(arrays, metadata), seal
+
     given: dict[str, Any] = {"align": align, "overwrite": overwrite}
     given |= {"max_shard_size": max_shard_size, "progress": progress}
     if ranks := outline.processes(arrays):
         from mfload.saving import together
 
-        return together.save(prepare, path, ranks, **given, timeout=timeout, finish=finish)
-    found, strings = prepare()
-    return finish(saving.save(found, path, metadata=strings, **given))
+        return together.save(prepare, path, ranks, **given, timeout=timeout)
+    found, strings, seal = prepare()
+    return saving.save(found, path, metadata=strings, **given, seal=seal)
 
 
 def _together(
@@ -864,8 +865,11 @@ def _choose(
 
 
 def _manifest_check(
-    verify: str | os.PathLike[str] | Manifest, index: Index, infos: Sequence[TensorInfo]
+    verify: str | os.PathLike[str] | Manifest,
+    index: Index,
+    sources: Sequence[Source],
+    infos: Sequence[TensorInfo],
 ) -> ManifestCheck:
     from mfload.checking.checksums import ManifestCheck
 
-    return ManifestCheck(verify, index, infos)
+    return ManifestCheck(verify, index, sources, infos)

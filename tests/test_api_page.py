@@ -21,7 +21,8 @@ MODULES = ("compat", "errors", "ondemand")
 # Of other packages; "Array" is the framework's.
 ELSEWHERE = {"Array", "ArrayLike", "ModuleType", "NDArray", "ShapeDtypeStruct", "np", "os", "re"}
 # What is only handed on, or a part of a result, which its attributes describe.
-PARTS = {"FileEntry", "Lru", "Planner", "Rule", "Source", "Span", "TensorEntry", "TimelineFigure"}
+PARTS = {"FileEntry", "FileIdentity", "Lru", "Planner", "Rule", "Source", "Span", "TensorEntry",
+         "TimelineFigure"}  # fmt: skip
 
 
 def _generator() -> ModuleType:

@@ -24,12 +24,17 @@ from mfload.formats.base import Checksum
 from mfload.formats.strict_json import brief
 from mfload.index import Index, Piece, TensorInfo
 from mfload.report import Report
+from mfload.sources.base import Source
 
 _PART = 256 << 10  # Bytes that are inflated at once, and made at once.
 # How often a thread that waits for its turn looks whether the load was given up, in seconds.
 _TICK = 0.05
 
 Stopped = Callable[[], bool]
+Offender = tuple[TensorInfo, str, str]
+"""A tensor that differs from a manifest, with what that has and what was found."""
+
+OTHER_DATA = "the manifest is of other data"
 
 
 def tensor_hash() -> Callable[..., Any]:
@@ -213,10 +218,10 @@ class ManifestCheck:
         self,
         manifest: str | os.PathLike[str] | Manifest,
         index: Index,
+        sources: Sequence[Source],
         tensors: Sequence[TensorInfo],
     ) -> None:
-        self._files = index.files
-        self._tensors = tensors
+        self._index, self._sources, self._tensors = index, sources, tensors
         self._manifest = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
         if not self._manifest.hashed:
             raise errors.UsageError(
@@ -225,7 +230,7 @@ class ManifestCheck:
                 expected="algorithm='xxh3' or 'both' when it is written; mfload.verify compares "
                 "the SHA-256 of files",
             )
-        refuse([*self._manifest.differences(tensors)], len(tensors), self._files)
+        self._refuse([*self._manifest.differences(tensors)])
         for info in tensors:
             if not info.simple and not all(_is_read(info, piece) for piece in info.pieces):
                 raise errors.UsageError(
@@ -243,20 +248,35 @@ class ManifestCheck:
             arrays.clear()
             if report is not None:
                 report.leave_read()
-        refuse(offenders, len(self._tensors), self._files)
+        self._refuse(offenders)
         if report is not None:
             report.notes += (
                 f"{errors.counted(len(self._tensors), 'tensor')} verified against the manifest",
             )
 
+    def _refuse(self, offenders: Sequence[Offender]) -> None:
+        refuse(offenders, len(self._tensors), self._manifest, self._index, self._sources)
+
 
 def refuse(
-    offenders: Sequence[tuple[TensorInfo, str, str]], total: int, files: Sequence[str]
+    offenders: Sequence[Offender],
+    total: int,
+    manifest: Manifest,
+    index: Index,
+    sources: Sequence[Source],
 ) -> None:
-    """Raises ChecksumError if any of `total` tensors differs from its manifest."""
+    """Raises ChecksumError if any of `total` tensors differs from its manifest.
+
+    SourceChangedError if that is because their files were replaced meanwhile.
+    """
     if not offenders:
         return
-    named = [files[info.pieces[0].source] for info, *_ in offenders]
+    numbers = sorted({info.pieces[0].source for info, *_ in offenders})
+    for number in numbers:
+        sources[number].check()
+    for file, (expected, found) in manifest.others(numbers, sources, index).items():
+        raise errors.ChecksumError(OTHER_DATA, file=file, expected=expected, found=found)
+    named = [index.files[info.pieces[0].source] for info, *_ in offenders]
     first, expected, found = offenders[0]
     raise errors.ChecksumError(
         f"{len(offenders)} of {errors.counted(total, 'tensor')} not as the manifest says",

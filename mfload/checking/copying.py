@@ -1,25 +1,25 @@
-"""Copies tensors to the drafts of new files, and compares these with what was written.
+"""Copies tensors to the drafts of new files.
 
 Raw bytes are streamed from the old files, in their order: parts that stay together, cut where a
 draft's blocks end so that writes go past the page cache. Tensors that are stored in another way
-(compressed, in several pieces, in another order) are loaded in slabs. Each write is hashed, and
-compared when the drafts are read back. Memory held is a block a reader, the slabs that are read
-ahead, and a table of the parts.
+(compressed, in several pieces, in another order) are loaded in slabs. Each write is hashed, to be
+compared when the drafts are read back (see `sealing`). Memory held is a block a reader, the slabs
+that are read ahead, and a table of the parts.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mfload import errors, sources
-from mfload.checking.checksums import Hasher, Stopped, tensor_hash
+from mfload import errors
+from mfload.checking.checksums import Hasher, Stopped
 from mfload.checking.renaming import Cast, Row
-from mfload.checking.scan import Advance, check_unchanged, cut, gap, in_turns, joined, scan
+from mfload.checking.scan import Advance, check_unchanged, cut, gap, joined
+from mfload.checking.sealing import Seal
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Box, Index, Piece
 from mfload.load_options import OVERHEAD, LoadOptions
@@ -37,7 +37,6 @@ class Copier:
     """Observer that writes what it is shown to drafts, and hashes each write.
 
     Attributes:
-        written: The hash of each range of a draft; `source` is the number of the draft.
         resumed: Bytes that were written before.
     """
 
@@ -47,12 +46,14 @@ class Copier:
         layouts: Sequence[Layout],
         sources: Sequence[Source],
         hasher: Hasher,
+        seal: Seal,
         journal: Journal | None,
     ) -> None:
         self.drafts, self.layouts = drafts, layouts
-        self.written: dict[Block, str] = dict(journal.found) if journal else {}
+        self.written = seal.written
+        self.written |= journal.found if journal else {}
         self.resumed = sum(block.nbytes for block in self.written)
-        self._hasher, self._hash, self._journal = hasher, tensor_hash(), journal
+        self._hasher, self._seal, self._journal = hasher, seal, journal
         for number, made in enumerate(layouts):
             header = np.frombuffer(made.header, np.uint8)
             for block in cut(Block(number, 0, header.size, ())):
@@ -143,13 +144,9 @@ class Copier:
     def _write(self, block: Block, pieces: list[Any]) -> None:
         if block in self.written:
             return
-        hashed = self._hash()
-        for piece in pieces:
-            hashed.update(piece)
-        self.drafts[block.source].write(block.offset, pieces)
-        self.written[block] = digest = hashed.hexdigest()
+        self._seal.write(block.source, self.drafts[block.source], block.offset, pieces)
         if self._journal is not None:
-            self._journal.add(block, digest)
+            self._journal.add(block, self.written[block])
 
 
 def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Piece]]:
@@ -251,47 +248,3 @@ def boxes_of(info: Row, most: int, limit: int | None) -> Iterator[Box | None]:
         for first in range(0, info.shape[dim], rows):
             last = min(first + rows, info.shape[dim])
             yield (*((n, n + 1) for n in place), (first, last), *after)
-
-
-class _Reader:
-    """Observer of the drafts that compares each range with what was written there."""
-
-    def __init__(self, copier: Copier, files: Hasher) -> None:
-        self._copier, self._files, self._hash = copier, files, tensor_hash()
-
-    def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
-        """Takes the next range."""
-        wanted = self._copier.written[Block(source, offset, data.size, ())]
-        found = self._hash(data).hexdigest()
-        if found != wanted:
-            what, tensor = "the header read back differs from the one written", None
-            made = self._copier.layouts[source]
-            if offset >= len(made.header):
-                what = "the disk gave back other bytes than were written"
-                ends = ((row.name, row.pieces[0]) for row in made.tensors)
-                tensor = next(name for name, each in ends if each.offset + each.nbytes > offset)
-            where = f"in bytes {offset} to {offset + data.size}"
-            raise errors.WriteError(
-                what,
-                file=self._copier.drafts[source].shown,
-                tensor=tensor,
-                expected=f"XXH3 {wanted} {where}",
-                found=found,
-            )
-        self._files.saw(source, offset, data, stopped)
-
-
-def read_back(copier: Copier, how: LoadOptions, advance: Advance, *, sums: bool) -> list[str]:
-    """Compares what was written, read past the page cache; returns the SHA-256 of each file."""
-    files = [sources.find(draft.path) for draft in copier.drafts]
-    rows: list[list[Block]] = [[] for _ in files]
-    for block in sorted(copier.written):
-        rows[block.source].append(block)
-    for draft in copier.drafts:
-        if hasattr(os, "posix_fadvise"):
-            with open(draft.path, "rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    hasher = Hasher(files={number: file.size for number, file in enumerate(files)} if sums else {})
-    reader = _Reader(copier, hasher)
-    scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
-    return [hasher.digests()[number] for number in range(len(files))] if sums else []

@@ -1,53 +1,56 @@
 """The manifest: checksums of a checkpoint, as JSON beside it.
 
     {
-      "mfload_checksums": 1,
+      "mfload_checksums": 2,
       "algorithm": "xxh3_128",
       "tensors": {"w": {"dtype": "F32", "shape": [2, 3], "digest": "…32 digits…"}},
-      "files": {"model.safetensors": {"size": 1234, "sha256": "…64 digits…"}}
+      "files": {"model.safetensors": {"size": 1234, "sha256": "…64 digits…"}},
+      "identity": {"model.safetensors": {"size": 1234, "header": "…64 digits…"}}
     }
 
 The digest of a tensor is of its stored bytes alone: it holds wherever the tensor lies, after other
 shards are cut or the file is aligned. The SHA-256 of a file holds for this very file. A manifest
-may have one of them alone: it then has no files, or no "algorithm" and no digests. Names are sorted
-and each has a line, so that two manifests can be compared as text.
+may have one of them alone: it then has no files, or no "algorithm" and no digests. The identity
+tells which files it was made of: their sizes, and the SHA-256 of their headers (of a format without
+one, of what its index says). It is looked at if something differs, to tell other data from damage.
+Version 1 had no identity. Names are sorted and each has a line, so that two manifests can be
+compared as text.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
-import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, Literal, NamedTuple, get_args
 
-import numpy as np
-
 from mfload import errors, sources
-from mfload.formats import discovery, strict_json
+from mfload.formats import discovery, safetensors, strict_json
 from mfload.formats.strict_json import brief, encodable
-from mfload.index import TensorInfo
-from mfload.saving.drafts import Draft
+from mfload.index import Index, Table, TensorInfo
+from mfload.saving import publishing
+from mfload.saving.targets import MANIFEST_SUFFIX as SUFFIX
 from mfload.sources.base import Source
 
 Algorithm = Literal["xxh3", "sha256", "both"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
-VERSION = 1
+VERSION = 2
 ALGORITHM = "xxh3_128"
-SUFFIX = ".checksums.json"
 MAX_SIZE = 256 << 20
 """Bytes of the longest manifest that is read: some two million tensors."""
 
-_MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
 _FORMAT = (
-    '{"mfload_checksums": 1, "algorithm": "xxh3_128", '
+    '{"mfload_checksums": 1 or 2, "algorithm": "xxh3_128", '
     '"tensors": {name: {"dtype", "shape", "digest": 32 digits}}, '
-    '"files": {path: {"size", "sha256": 64 digits}}}, or without algorithm and digests'
+    '"files": {path: {"size", "sha256": 64 digits}}, '
+    '"identity": {path: {"size", "header": 64 digits}}}, or without algorithm and digests; '
+    "version 1 without identity"
 )
 
 
@@ -66,6 +69,16 @@ class FileEntry(NamedTuple):
     sha256: str
 
 
+class FileIdentity(NamedTuple):
+    """Which file a manifest is of: its bytes, and the SHA-256 of its header in digits."""
+
+    size: int
+    header: str
+
+    def __str__(self) -> str:
+        return f"{errors.amount(self.size)} with the header {self.header[:16]}…"
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """Checksums of a checkpoint.
@@ -76,23 +89,28 @@ class Manifest:
         files: Size and SHA-256 of each file, by path relative to the checkpoint's directory; empty
             if the manifest has checksums of tensors alone.
         path: Where it was read from; None if it was made here.
+        identity: Size of each file and SHA-256 of its header, by path; empty if it was written by
+            an earlier version.
     """
 
     tensors: Mapping[str, TensorEntry]
     files: Mapping[str, FileEntry] = field(default_factory=dict[str, FileEntry])
     path: str | None = field(default=None, compare=False)
+    identity: Mapping[str, FileIdentity] = field(default_factory=dict[str, FileIdentity])
 
     @staticmethod
     def of(
         tensors: Mapping[str, TensorInfo],
         digests: Mapping[str, str] | None,
-        files: Mapping[str, FileEntry] | None = None,
+        files: Mapping[str, FileEntry],
+        identity: Mapping[str, FileIdentity],
     ) -> Manifest:
         """A manifest of tensors and files; files whose names are not text are left out."""
         return Manifest(
             {name: TensorEntry(dtype.name, shape, digests[name] if digests else None)
              for name, dtype, shape, _ in tensors.values()},
-            {name: entry for name, entry in (files or {}).items() if encodable(name)},
+            {name: entry for name, entry in files.items() if encodable(name)},
+            identity={name: entry for name, entry in identity.items() if encodable(name)},
         )  # fmt: skip
 
     @staticmethod
@@ -132,18 +150,51 @@ class Manifest:
             elif digests is not None and entry.digest != digests[info.name]:
                 yield info, entry.digest or "a digest in the manifest", digests[info.name]
 
+    def others(
+        self, numbers: Iterable[int], sources: Sequence[Source], index: Index | Table
+    ) -> dict[str, tuple[str, str]]:
+        """Files that it was not made of, by path, with what it was made of and what they are.
+
+        None if it does not say so, or the headers can't be read again.
+        """
+        with contextlib.suppress(errors.SourceError):
+            found = identify(numbers, sources, index) if self.identity else {}
+            made = set(self.identity.values())
+            return {
+                sources[number].name: (self._made_of(sources[number].name), str(each))
+                for number, each in found.items()
+                if each not in made
+            }
+        return {}
+
+    def _made_of(self, path: str) -> str:
+        name, some = os.path.basename(path), ", ".join([*self.identity][:3])
+        return str(self.identity[name]) if name in self.identity else f"the data of {some}"
+
     def text(self) -> str:
         """The JSON as it is written."""
         hashed = f' "algorithm": "{ALGORITHM}",\n' if self.hashed else ""
         tensors = _lines(self.tensors, _tensor_text)
-        files = _lines(self.files, lambda entry: json.dumps(entry._asdict()))
+        files, identity = (
+            _lines(table, lambda entry: json.dumps(entry._asdict()))
+            for table in (self.files, self.identity)
+        )
         return (
             f'{{\n "mfload_checksums": {VERSION},\n{hashed}'
-            f' "tensors": {tensors},\n "files": {files}\n}}\n'
+            f' "tensors": {tensors},\n "files": {files},\n "identity": {identity}\n}}\n'
         )
 
-    def write(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes it, all or nothing.
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Writes it, all or nothing; once it returns, the manifest outlives a loss of power.
+
+        `check` is called right before it gets its name, while no save of mfload changes the files
+        beside it; the manifest is not written if it raises.
 
         Raises:
             UsageError: The name is one of a checkpoint.
@@ -152,21 +203,7 @@ class Manifest:
             TargetError: It can't be written.
         """
         name = os.path.abspath(text_path(path))
-        check_target(name, overwrite=overwrite)
-        directory, base = os.path.split(name)
-        raw = np.frombuffer(self.text().encode(), np.uint8)
-        draft = Draft(os.path.join(directory, f".{base}.{os.getpid()}"), raw.size, name)
-        try:
-            draft.write(0, [raw])
-            draft.sync()
-            if overwrite:
-                check_target(name, overwrite=True)  # Another file may have come meanwhile.
-            try:
-                draft.publish(name, replace=overwrite)
-            except OSError as error:
-                raise errors.from_target(error, name, "put the manifest in its place") from error
-        finally:
-            draft.discard()
+        publishing.write_manifest(name, self.text().encode(), overwrite=overwrite, check=check)
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" from {self.path}"
@@ -181,30 +218,6 @@ def text_path(path: Any) -> str:
     except TypeError:
         wanted = "a manifest or its path; mfload.verify(path, checksums='write') makes one"
         raise errors.UsageError("not a manifest", expected=wanted, found=repr(path)) from None
-
-
-def check_target(path: str, *, overwrite: bool) -> None:
-    """Refuses to write a manifest over anything but a manifest that may be replaced."""
-    if path.endswith((discovery.SUFFIX, discovery.INDEX_SUFFIX)):
-        raise errors.UsageError(
-            "a manifest can't take the place of a checkpoint's file",
-            file=path,
-            expected=f"another name, such as model{SUFFIX}",
-        )
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise errors.from_target(error, path, "look at the manifest") from error
-    replaceable = False
-    if overwrite and stat.S_ISREG(mode):
-        with contextlib.suppress(errors.SourceError):
-            source = sources.find(path)
-            replaceable = _MARK.match(source.read(0, min(source.size, 4096))) is not None
-    if not replaceable:
-        what = "the file exists already; overwrite=True replaces it if it is a manifest"
-        raise errors.TargetExistsError(what, file=path)
 
 
 def beside(files: Sequence[str], index: str | None = None) -> str:
@@ -232,6 +245,28 @@ def there(files: Sequence[str], index: str | None = None) -> str:
     stem = os.path.join(_directory(files, index), discovery.stem(os.path.basename(files[0])))
     of_another = os.path.lexists(stem + discovery.SUFFIX)
     return stem + SUFFIX if os.path.lexists(stem + SUFFIX) and not of_another else path
+
+
+def identify(
+    numbers: Iterable[int], sources: Sequence[Source], index: Index | Table
+) -> dict[int, FileIdentity]:
+    """The identities of files of a checkpoint, by their number; reads headers again."""
+    hashes = {number: hashlib.sha256() for number in numbers}
+    others = dict[int, Any]()  # Without a header.
+    for number, made in hashes.items():
+        source = sources[number]
+        head = source.read(0, min(source.size, 9))
+        end = 8 + int.from_bytes(head[:8], "little")
+        if safetensors.recognise(head, "") and end <= source.size:
+            made.update(source.read(0, end))
+        else:
+            others[number] = made
+    for info in index.columns if others else ():
+        for number, *place in info.pieces:
+            if number in others:
+                row = info.name, info.dtype.name, info.shape, *place
+                others[number].update(f"{row}\n".encode(errors="surrogatepass"))
+    return {n: FileIdentity(sources[n].size, made.hexdigest()) for n, made in hashes.items()}
 
 
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
@@ -262,12 +297,14 @@ def _lines(table: Mapping[str, Any], text: Callable[[Any], str]) -> str:
 def _parse(table: Any, path: str) -> Manifest:
     sound = (
         type(table) is dict
-        and table.keys() <= {"mfload_checksums", "algorithm", "tensors", "files"}
+        and table.keys() <= {"mfload_checksums", "algorithm", "tensors", "files", "identity"}
         and type(table.get("mfload_checksums")) is int
-        and table["mfload_checksums"] == VERSION
+        and table["mfload_checksums"] in (1, VERSION)
+        and ("identity" in table) == (table["mfload_checksums"] == VERSION)
         and table.get("algorithm", ALGORITHM) == ALGORITHM
         and type(table.get("tensors")) is dict
         and type(table.get("files", {})) is dict
+        and type(table.get("identity", {})) is dict
     )
     if not sound:
         raise _malformed(path, table)
@@ -276,6 +313,7 @@ def _parse(table: Any, path: str) -> Manifest:
         {name: _tensor(entry, name, path, hashed) for name, entry in table["tensors"].items()},
         {name: _file(entry, name, path) for name, entry in table.get("files", {}).items()},
         path,
+        {name: _identity(entry, name, path) for name, entry in table.get("identity", {}).items()},
     )
 
 
@@ -293,6 +331,13 @@ def _file(entry: Any, name: str, path: str) -> FileEntry:
     known = type(entry) is dict and entry.keys() == {"size", "sha256"}
     if known and _is_count(entry["size"], 63) and _is_hex(entry["sha256"], 64):
         return FileEntry(entry["size"], entry["sha256"])
+    raise _malformed(path, entry, name)
+
+
+def _identity(entry: Any, name: str, path: str) -> FileIdentity:
+    known = type(entry) is dict and entry.keys() == {"size", "header"}
+    if known and _is_count(entry["size"], 63) and _is_hex(entry["header"], 64):
+        return FileIdentity(entry["size"], entry["header"])
     raise _malformed(path, entry, name)
 
 

@@ -19,10 +19,11 @@ from mfload import dtypes, errors
 from mfload.checking import beside, manifest, published, renaming
 from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
-from mfload.checking.copying import Copier, read_back
-from mfload.checking.manifest import Algorithm, FileEntry, Manifest
+from mfload.checking.copying import Copier
+from mfload.checking.manifest import Manifest
 from mfload.checking.scan import readers, scan
-from mfload.checking.verify import verify, with_manifest
+from mfload.checking.sealing import Seal
+from mfload.checking.verify import verify
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
 from mfload.formats.discovery import CheckpointFiles
 from mfload.index import Index
@@ -36,7 +37,6 @@ from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.save import Saved
 from mfload.sources import PathOrBytes
 from mfload.sources.memory import MemorySource
 from mfload.trees import nested
@@ -85,7 +85,7 @@ class _Rewrite:
         rows: What is written.
         others: Whether names differ from those of the source.
         place: The target.
-        old: Where the manifest of the source lies, if it has one; `new` is the one of the target.
+        old: Where the manifest of the source lies; None if it has none.
     """
 
     def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
@@ -112,7 +112,9 @@ class _Rewrite:
         in_files = not foreign and wishes.names is None and wishes.change is None
         name = _named(self.index.files) if in_files else None
         where = _own_place(self.index.files, found) if target is None else target
-        self.place = SaveTarget(where, wishes.overwrite, name)
+        old = manifest.there(self.index.files, found.index_file)
+        self.old = old if os.path.lexists(old) else None
+        self.place = SaveTarget(where, wishes.overwrite, name, sealed=self.old is not None)
         self._check_place(target is None)
         if foreign:
             self._check_dtypes()
@@ -120,9 +122,6 @@ class _Rewrite:
         self.layouts = self._layouts(each_file=in_files)
         readers(how, min(BLOCK, max((made.size for made in self.layouts), default=0)))
         self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
-        self.old = manifest.there(self.index.files, found.index_file)
-        self.new = manifest.beside([self.place.path])
-        self.same = os.path.realpath(self.new) == os.path.realpath(self.old)
 
     def _check_place(self, own: bool) -> None:
         """Refuses to replace files whose checksums the client of Hugging Face keeps."""
@@ -162,14 +161,13 @@ class _Rewrite:
             metadata = [m and {key: m[key] for key in m if key != tree} for m in metadata]
         return [layout.lay_out(*each, wishes.align) for each in zip(files, metadata, strict=True)]
 
-    def known(self) -> tuple[Manifest | None, Manifest | None]:
-        """The manifest of the source if it holds for the target too, or else one to make anew."""
-        if not os.path.exists(self.old):
-            return None, None
+    def known(self) -> Manifest | None:
+        """The manifest of the source; compares the source with it, unless the copy will do so."""
+        if self.old is None:
+            return None
         known = Manifest.read(self.old)
-        manifest.check_target(self.new, overwrite=self.wishes.overwrite or self.same)
-        if not (self.loaded or self.others) and known.hashed:
-            return known, None
+        if self.compared(known):
+            return known
         given: Any = {"manifest": known, "options": self.wishes.options}
         held = {self.index.files[piece.source] for row in self.rows for piece in row.pieces}
         for problem in verify(self._source, **given).problems:
@@ -177,8 +175,11 @@ class _Rewrite:
                 continue  # It is of a shard that nothing is taken from.
             fields = problem._asdict()
             raise errors.ChecksumError(fields.pop("what"), **fields)
-        # Bytes of tensors that are stored in another way have other sums when they are raw.
-        return (None, known) if self.loaded or self.others else (known, None)
+        return known
+
+    def compared(self, known: Manifest) -> bool:
+        """Whether all bytes of tensors of the manifest are seen while they are copied."""
+        return known.hashed and not (self.loaded or self.others)
 
     def key(self) -> str:
         """Tells conversions apart: what is read, and what is written where."""
@@ -193,16 +194,21 @@ class _Rewrite:
 
     def copy(
         self, drafts: Sequence[Draft], journal: Journal | None, known: Manifest | None
-    ) -> tuple[dict[str, str] | None, list[str], list[str]]:
-        """Fills the drafts; returns digests of tensors, SHA-256 of files, and notes."""
+    ) -> tuple[bytes | None, list[str]]:
+        """Fills the drafts; returns their manifest, if the source has one, and notes."""
         how, index, sources = self._how, self.index, self.sources
         rows = self.rows
-        hasher = Hasher(rows if known is not None and known.hashed else ())
+        compared = known is not None and self.compared(known)
+        hasher = Hasher(rows if compared else ())
+        seal = Seal(
+            tensors=known is not None and known.hashed,
+            files=known is not None and bool(known.files),
+        )
         notes: list[str] = []
         # Both passes tell of the same bytes, but for the headers.
         nbytes = sum(made.size for made in self.layouts) + sum(row.nbytes for row in rows)
         with shown(self.wishes.progress, nbytes) as advance:
-            copier = Copier(drafts, self.layouts, sources, hasher, journal)
+            copier = Copier(drafts, self.layouts, sources, hasher, seal, journal)
             if copier.resumed:
                 notes.append(
                     f"went on after {errors.amount(copier.resumed)} that an earlier run wrote"
@@ -211,36 +217,10 @@ class _Rewrite:
             copier.load(index, sources, how, advance)
             for draft in drafts:
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
-            digests = hasher.digests() or None
-            if known is not None:
-                refuse([*known.differences(rows, digests)], len(rows), index.files)
-            wants_sums = known is not None and bool(known.files)
-            return digests, read_back(copier, how, advance, sums=wants_sums), notes
-
-    def publish(
-        self,
-        drafts: Sequence[Draft],
-        known: Manifest | None,
-        digests: dict[str, str] | None,
-        *,
-        anew: bool,
-    ) -> tuple[list[str], list[str]]:
-        """Gives the drafts their names; returns the paths, and notes."""
-        new, same = self.new, self.same
-        if same and digests is not None:
-            # Files change when the drafts get their names; tensors are the same before and after.
-            Manifest.of(self.index.tensors, digests).write(new, overwrite=True)
-        elif (known is not None or anew) and os.path.lexists(new):
-            os.unlink(new)
-        try:
-            return self.place.publish(drafts, self.layouts)
-        except BaseException:
-            if same and known is not None:
-                with contextlib.suppress(errors.MfloadError):
-                    for each in self.sources:
-                        each.check()
-                    known.write(new, overwrite=True)  # It still holds.
-            raise
+            if known is not None and compared:
+                offenders = [*known.differences(rows, hasher.digests())]
+                refuse(offenders, len(rows), known, index, sources)
+            return seal.read_back(drafts, self.layouts, how, advance), notes
 
 
 def rewrite(
@@ -258,44 +238,23 @@ def rewrite(
         files, more = beside.find(work.found, work.place.place.directory)
         notes += more
     others = Beside(files, work.place)
-    known, anew = work.known()
+    known = work.known()
     # Sums of the source are of all its bytes, read in one go. Bytes in memory have no identity.
     in_memory = any(isinstance(each, MemorySource) for each in work.sources)
-    key = work.key() if wishes.resume and known is None and not in_memory else None
+    all_at_once = in_memory or (known is not None and work.compared(known))
+    key = work.key() if wishes.resume and not all_at_once else None
     with work.place.drafts(work.layouts, key) as drafts, contextlib.ExitStack() as stack:
         journal = stack.enter_context(Journal(drafts, key)) if key else None
         stack.enter_context(_kept(drafts))
-        digests, sums, more = work.copy(drafts, journal, known)
+        sums, more = work.copy(drafts, journal, known)
         notes += more
         with others.written(), others.published():
-            there, more = work.publish(drafts, known, digests, anew=anew is not None)
-    notes += more
+            there, more = work.place.publish(drafts, work.layouts, sums)
     if others.names:
         notes.append(f"copied with it: {', '.join(others.names)}")
-    if known is not None:
-        _write_manifest(work, there, digests, sums)
-        notes.append(f"checksums written to {work.new}")
+    notes += more
     took, size = time.perf_counter() - start, sum(made.size for made in work.layouts)
-    saved = Saved(tuple(there), len(work.rows), size, took, tuple(dict.fromkeys(notes)))
-    if anew is not None:
-        algorithm: Algorithm = "xxh3" if not anew.files else "both" if anew.hashed else "sha256"
-        saved = with_manifest(saved, write=algorithm)
-    return saved.files, saved.tensors, saved.bytes, saved.seconds, saved.notes
-
-
-def _write_manifest(
-    work: _Rewrite, there: Sequence[str], digests: dict[str, str] | None, sums: Sequence[str]
-) -> None:
-    # The index comes last, and has no sum.
-    files = {
-        os.path.basename(file): FileEntry(made.size, digest)
-        for file, made, digest in zip(there, work.layouts, sums, strict=False)
-    }
-    try:
-        Manifest.of(work.index.tensors, digests, files).write(work.new, overwrite=True)
-    except errors.TargetError as error:
-        error.message += "; the checkpoint itself is whole and in its place"
-        raise
+    return tuple(there), len(work.rows), size, took, tuple(dict.fromkeys(notes))
 
 
 def _part(index: Index, names: Names) -> Index:

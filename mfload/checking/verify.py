@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 from mfload import errors, sources
 from mfload.checking import headers, manifest as manifests, published, scan as scanning
-from mfload.checking.checksums import Hasher
+from mfload.checking.checksums import OTHER_DATA, Hasher
 from mfload.checking.compare import Comparison, Pair, pairs
-from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, Manifest
+from mfload.checking.manifest import ALGORITHMS, FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
 from mfload.checking.scan import Advance, joined, throughput
 from mfload.errors import counted
@@ -26,14 +27,15 @@ from mfload.planning.blocks import Block
 from mfload.progress import shown
 from mfload.report import Printable, human
 from mfload.runtime import gc_paused
-from mfload.saving import targets
-from mfload.saving.save import Saved
+from mfload.saving import manifest_files
 from mfload.sources import PathOrBytes, is_source
 from mfload.sources.base import Source
 
 Checksums = Literal["auto", "write", "check", "never"]
 
 _SHOWN = 50
+_MANIFEST = "the manifest"  # Where a sum was found.
+_OTHER_SUM = "the file's SHA-256 differs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def verify(
     Raises:
         UsageError: An argument is invalid, or the manifest has no checksums of the algorithm.
         SourceError: Nothing is at the path, or the manifest or the list can't be read.
+        SourceChangedError: The checkpoint was replaced before the manifest could be written.
         FormatError: Several checkpoints are at the path, or the manifest or the list is malformed.
         TargetError: The manifest can't be written, or is there already.
         FrameworkMissingError: Checksums need the package xxhash.
@@ -156,7 +159,7 @@ def verify(
     )
     beside = _manifest_beside(seen, written=checksums == "write")
     given = beside if manifest is None else manifest
-    known = target = None
+    known = target = read_from = None
     writes = checksums == "write"
     if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not beside):
         wanted = "a manifest for checksums auto or check, the path of one for write"
@@ -166,10 +169,10 @@ def verify(
         raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
     if writes:
         target = manifests.text_path(given)
-        manifests.check_target(target, overwrite=overwrite)
+        manifest_files.check_target(target, overwrite=overwrite)
     elif checksums != "never" and given is not None:
         required = checksums == "check" or manifest is not None
-        known = _read_manifest(seen, given, required=required)
+        known, read_from = _read_manifest(seen, given, required=required)
     if known is not None and {"xxh3": not known.hashed, "sha256": not known.files}.get(algorithm):
         raise errors.UsageError(
             "the manifest has no checksums of this algorithm",
@@ -179,7 +182,7 @@ def verify(
         )
     of_tensors &= known is None or known.hashed
     by_file = of_files and (writes or known is not None)
-    expected = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
+    expected, differing = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
     hashed: dict[Any, None] = dict.fromkeys(expected)
     if writes:
         hashed |= dict.fromkeys(seen.tensors if of_tensors else ())
@@ -217,16 +220,26 @@ def verify(
         for key, (digest, origin) in expected.items():
             found = digests.get(key, digest)
             if found != digest and isinstance(key, str):
-                seen.add("the tensor's bytes have changed", seen.tensors[key], digest, found)
+                what, file = "the tensor's bytes have changed", seen.file_of(seen.tensors[key])
+                differing.append(Problem(what, file, key, digest, found))
             elif found != digest:
-                what, file = "the file's SHA-256 differs", seen.sources[key].name
-                seen.problems.append(Problem(what, file, None, f"{digest} ({origin})", found))
+                file, wanted = seen.sources[key].name, f"{digest} ({origin})"
+                told = differing if origin == _MANIFEST else seen.problems
+                told.append(Problem(_OTHER_SUM, file, None, wanted, found))
+        if differing and known is not None:
+            seen.problems += how.deadline.bound(
+                lambda: _of_other_data(seen, known, differing), "reading headers", known.path
+            )
         for number, each in sums:
             if (found := digests.get((number, each), each.crc32)) != each.crc32:
                 info = seen.tensors[each.tensor]
                 seen.add("the CRC-32 differs from the archive's", info, each.crc32, found)
         if other is not None and comparison is not None:
             _compare(seen, other, comparison, how, advance)
+    if seen.problems:
+        at = [*seen.sources, seen.found.index, read_from]
+        look = partial(_replaced, list(filter(None, at)))
+        seen.problems[:] = how.deadline.bound(look, "looking again") or seen.problems
     if target is not None and seen.problems:
         seen.notes.append("no manifest was written, since there are problems")
         target = None
@@ -237,8 +250,12 @@ def verify(
             for number, source in enumerate(seen.sources)
             if of_files
         }
-        made = Manifest.of(seen.tensors, digests if of_tensors else None, entries)
-        made.write(target, overwrite=overwrite)
+        numbers = range(len(seen.sources))
+        identity = manifests.identify(numbers, seen.sources, seen.tensors)
+        by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
+        made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
+        check = partial(scanning.check_unchanged, seen.sources, numbers, how)
+        made.write(target, overwrite=overwrite, check=check)
     checked = {
         "headers": True,
         "index": seen.found.index_file is not None,
@@ -266,33 +283,6 @@ def verify(
     )
 
 
-def check_save_target(
-    path: str | os.PathLike[str], checksums: bool | Algorithm, *, overwrite: bool
-) -> None:
-    """Raises what `with_manifest` would raise after a save to a path, before it."""
-    if checksums is not True:
-        errors.check_choice("checksums", checksums, ALGORITHMS)
-    place = targets.resolve(path).path
-    manifests.check_target(manifests.beside([place]), overwrite=overwrite)
-
-
-def with_manifest(saved: Saved, *, write: bool | Algorithm) -> Saved:
-    """Reads back what was saved and writes a manifest beside it, or warns of one that is there."""
-    path, at = saved.files[-1], manifests.beside(saved.files)
-    if write:
-        algorithm = "both" if write is True else write
-        found = verify(path, checksums="write", algorithm=algorithm, overwrite=True)
-        if not found.ok:
-            raise errors.WriteError(f"what was saved is damaged: {found.problems[0]}", file=path)
-        note = f"checksums written to {at}"
-    elif os.path.lexists(at):
-        advice = "mfload.verify(path, checksums='write', overwrite=True) replaces it"
-        note = f"the manifest {at} was written for other data; {advice}"
-    else:
-        return saved
-    return replace(saved, notes=(*saved.notes, note))
-
-
 def _manifest_beside(seen: Headers, *, written: bool) -> str | Source | None:
     """Where the manifest of a checkpoint lies, or is written; None if nothing lies beside it."""
     given = seen.found.names, seen.found.index_file
@@ -307,24 +297,64 @@ def _manifest_beside(seen: Headers, *, written: bool) -> str | Source | None:
         return None
 
 
-def _read_manifest(seen: Headers, given: Any, *, required: bool) -> Manifest | None:
+def _read_manifest(
+    seen: Headers, given: Any, *, required: bool
+) -> tuple[Manifest | None, Source | None]:
+    """The manifest, and where it was read from."""
+    if isinstance(given, Manifest):
+        return given, None
     try:
-        return given if isinstance(given, Manifest) else Manifest.read(given)
+        source = sources.find(given if is_source(given) else manifests.text_path(given))
+        return Manifest.read(source), source
     except (errors.SourceError, errors.FormatError) as error:
         # What is wrong with the checkpoint itself must not hide behind its manifest.
         if required and not seen.problems:
             raise
         # Some servers refuse access to what does not exist.
+        absent = isinstance(error, errors.SourceNotFoundError) and not (
+            isinstance(given, str) and os.path.islink(given)
+        )
         refused = is_source(given) and isinstance(error, errors.SourcePermissionError)
-        if required or not (refused or isinstance(error, errors.SourceNotFoundError)):
+        if required or not (refused or absent):
             seen.problems.append(Problem.of(error))
-        return None
+        return None, None
+
+
+def _of_other_data(
+    seen: Headers, known: Manifest, differing: Sequence[Problem]
+) -> Sequence[Problem]:
+    """One problem in place of those of files that the manifest was not made of."""
+    if known.hashed and all(each.what == _OTHER_SUM for each in differing):
+        return differing  # The tensors are those of the manifest.
+    numbers = {source.name: number for number, source in enumerate(seen.sources)}
+    named = [numbers.get(each.file or "") for each in differing]
+    # What is missing may be in any of them.
+    looked = range(len(numbers)) if None in named else sorted({n for n in named if n is not None})
+    others = known.others(looked, seen.sources, seen.tensors)
+    if not others:
+        return differing
+    file, (expected, found) = next(iter(others.items()))
+    left = [each for each in differing if each.file in numbers and each.file not in others]
+    return [Problem(OTHER_DATA, file, None, expected, found), *left]
+
+
+def _replaced(given: Sequence[Source]) -> list[Problem]:
+    """A problem for each source that is no longer what was read: of it, nothing is known."""
+    found: list[Problem] = []
+    for source in given:
+        try:
+            source.check()
+        except errors.SourceChangedError as error:
+            found.append(Problem.of(error))
+        except errors.SourceError:
+            continue
+    return found
 
 
 def _expected(
     seen: Headers, known: Manifest | None, sha256: Sums, *, of_tensors: bool, of_files: bool
-) -> dict[Any, PublishedSum]:
-    """Known digests, by name of tensor and number of file; what can't be right is a problem."""
+) -> tuple[dict[Any, PublishedSum], list[Problem]]:
+    """Known digests, by name of tensor and number of file, and how the manifest differs."""
     files = seen.found.names
     sums = published.expected(sha256, files)
     if sha256 is not None and not isinstance(sha256, Mapping):
@@ -334,11 +364,12 @@ def _expected(
         # What the user gave counts most, then the cache of the hub.
         sums = published.expected("auto", files) | sums
     expected: dict[Any, PublishedSum] = {}
+    differing: list[Problem] = []
     if known is not None:
         names = manifests.relative_names(files, seen.found.index_file)
         for file, name in names.items():
             if of_files and name in known.files:
-                sums.setdefault(file, PublishedSum(known.files[name].sha256, "the manifest"))
+                sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))
         others = known.files.keys() ^ {*names.values()}
         if not of_tensors:
             what = "the file is in the manifest or in the checkpoint, and not in both"
@@ -349,17 +380,18 @@ def _expected(
             )
         for name in seen.tensors if of_tensors else ():
             if name in known.tensors and (digest := known.tensors[name].digest) is not None:
-                expected[name] = PublishedSum(digest, "the manifest")
+                expected[name] = PublishedSum(digest, _MANIFEST)
         for info, wanted, found in known.differences(seen.tensors.values()):
-            seen.add("the tensor is not as in the manifest", info, wanted, found)
+            what = "the tensor is not as in the manifest"
+            differing.append(Problem(what, seen.file_of(info), info.name, wanted, found))
             expected.pop(info.name, None)
         what = "a tensor of the manifest is missing"
         missing = [name for name in known.tensors if name not in seen.tensors]
-        seen.problems += [Problem(what, None, name) for name in missing]
+        differing += [Problem(what, None, name) for name in missing]
     for number, source in enumerate(seen.sources):
         if source.name in sums:
             expected[number] = sums[source.name]
-    return expected
+    return expected, differing
 
 
 def _own_sums(seen: Headers) -> list[tuple[int, Checksum]]:

@@ -159,7 +159,7 @@ def load(
     *,
     report: Report | None = None,
     progress: Progress = False,
-    check: Callable[[Index, Sequence[TensorInfo]], Any] | None = None,
+    check: Callable[[Index, Sequence[Source], Sequence[TensorInfo]], Any] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint onto the devices of this process, together with the other processes.
 
@@ -189,7 +189,7 @@ def load(
                     found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
                     + errors.amount(wanted),
                 )
-            checking = check(chosen.index, infos)
+            checking = check(chosen.index, chosen.sources, infos)
         with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,

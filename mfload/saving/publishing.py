@@ -24,7 +24,7 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
-from mfload.saving import drafts as files, journal, layout, targets
+from mfload.saving import drafts as files, journal, layout, manifest_files, targets
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.targets import Existing, Location
@@ -48,14 +48,20 @@ class SaveTarget:
 
     Args:
         stem: The name of the file in a directory, without its end. Default: model.
+        sealed: Whether a manifest is to be published with it.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], overwrite: bool = False, stem: str | None = None
+        self,
+        path: str | os.PathLike[str],
+        overwrite: bool = False,
+        stem: str | None = None,
+        *,
+        sealed: bool = False,
     ) -> None:
         self.place = targets.resolve(path, stem or "model")
         self.path = self.place.path
-        self.overwrite = overwrite
+        self.overwrite, self.sealed = overwrite, sealed
         self.mode: int | None = None  # Permissions of the new files. Default: of any new file.
         self._look([self.place.name])
 
@@ -67,6 +73,16 @@ class SaveTarget:
                 "a checkpoint exists already; overwrite=True replaces it",
                 file=place.at(old.found[0]),
             )
+        if self.sealed:
+            at = place.at(place.manifest(sharded=len(names) > 1))
+            manifest_files.check_target(at, overwrite=self.overwrite)
+        theirs = [n for n in sorted(old.manifests) if manifest_files.is_manifest(place.at(n))]
+        if theirs and not self.overwrite:
+            raise errors.TargetExistsError(
+                "the manifest of another checkpoint is there; overwrite=True removes it",
+                file=place.at(theirs[0]),
+            )
+        old = old._replace(manifests=frozenset(theirs))
         several = len(names) > 1 or old.sharded
         if place.linked is not None and not several:
             # The link's own neighbours would go on hiding what lies behind it.
@@ -145,33 +161,26 @@ class SaveTarget:
             raise errors.from_target(error, self.path, action) from error
 
     def publish(
-        self, drafts: Sequence[Draft], layouts: Sequence[Layout]
+        self, drafts: Sequence[Draft], layouts: Sequence[Layout], manifest: bytes | None = None
     ) -> tuple[list[str], list[str]]:
         """Gives the drafts, which are whole and synced, their final names, all at once.
 
-        From the switch on, a failure leaves the new checkpoint. Returns the paths of what lies
-        there now, the index last if there is one, and notes for the user.
+        From the switch on, a failure leaves the new checkpoint. The manifest is the one of these
+        drafts; the one of the old checkpoint goes. Returns the paths of what lies there now, the
+        index last if there is one, and notes for the user.
         """
         place, names = self.place, self.place.names(len(drafts))
-        notes: list[str] = []
-        with _locked(place.directory) as directory:
+        with _locked(place.directory) as directory, contextlib.ExitStack() as stack:
             old = self._look(names)
+            theirs, draft = sorted(old.manifests), None
+            if manifest is not None:
+                mode = _mode(map(place.at, theirs))
+                given = place.manifest(sharded=len(names) > 1), manifest
+                draft = manifest_files.draft(place, *given, self.mode if mode is None else mode)
+                stack.callback(draft.discard)
             change = _Change(self, directory, drafts, layouts)
-            try:
-                if not _swaps(old, names):
-                    change.commit(names, indexed=len(names) > 1)
-                elif any(made.entries for made in layouts):
-                    notes += change.replace(old, names)
-                else:
-                    raise errors.TargetError(
-                        "cannot replace a sharded checkpoint with an empty one; remove it first",
-                        file=self.path,
-                    )
-            except OSError as error:
-                told = errors.from_target(error, self.path, "put the files in their place")
-                if change.committed:
-                    told.message += "; the new checkpoint is whole, and loads by its index"
-                raise told from (None if told is error else error)
+            with manifest_files.replaced(place, theirs, draft, directory, change.landed):
+                notes = self._put(change, old, names)
         if place.stem and os.path.exists(place.at(place.index)):
             names.append(place.index)
         if place.whole:
@@ -181,7 +190,44 @@ class SaveTarget:
                 notes.append(
                     f"{name} lies beside it: load {names[-1]} by its name, not the directory"
                 )
+        at = None if draft is None else draft.shown
+        if gone := [name for name in theirs if place.at(name) != at]:
+            notes.append(f"removed of the old checkpoint: {', '.join(gone)}")
+        if at is not None:
+            notes.append(f"checksums written to {at}")
         return list(map(place.at, names)), notes
+
+    def _put(self, change: _Change, old: Existing, names: Sequence[str]) -> list[str]:
+        """Puts the files in their place; returns notes."""
+        try:
+            if not _swaps(old, names):
+                change.commit(names, indexed=len(names) > 1)
+                return []
+            if any(made.entries for made in change.layouts):
+                return change.replace(old, names)
+        except OSError as error:
+            told = errors.from_target(error, self.path, "put the files in their place")
+            if change.committed:
+                told.message += "; the new checkpoint is whole, and loads by its index"
+            raise told from (None if told is error else error)
+        raise errors.TargetError(
+            "cannot replace a sharded checkpoint with an empty one; remove it first",
+            file=self.path,
+        )
+
+
+def write_manifest(path: str, text: bytes, *, overwrite: bool, check: Callable[[], object]) -> None:
+    """Writes a manifest of files that are there already (see `checking.manifest`)."""
+    manifest_files.check_target(path, overwrite=overwrite)
+    place = Location(*os.path.split(path))
+    with _locked(place.directory) as directory:
+        _remove_left(sorted(map(place.at, targets.look(place).left)))
+        draft = manifest_files.draft(place, place.name, text, _mode([path]))
+        with contextlib.ExitStack() as stack:
+            stack.callback(draft.discard)
+            manifest_files.check_target(path, overwrite=overwrite)  # It may have come meanwhile.
+            check()
+            manifest_files.publish(draft, directory, replace=overwrite)
 
 
 def _swaps(old: Existing, names: Sequence[str]) -> bool:
@@ -198,6 +244,12 @@ class _Change:
     drafts: Sequence[Draft]
     layouts: Sequence[Layout]
     committed: bool = False  # Whether a new index is in place.
+
+    def landed(self) -> bool:
+        """Whether the new checkpoint is in place, or a part of it."""
+        place = self.target.place
+        alone = len(self.drafts) == 1 and self.drafts[0].is_at(place.path)
+        return self.committed or alone
 
     def commit(self, names: Sequence[str], *, indexed: bool, replaced: Sequence[str] = ()) -> None:
         """Gives the files these names and, if indexed, an index that leads to them its own."""

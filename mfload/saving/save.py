@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -71,6 +71,20 @@ class Saved(Printable):
         return rows + [("note", note) for note in self.notes]
 
 
+class Seal(Protocol):
+    """What makes the manifest of a save (see `checking.sealing`)."""
+
+    def write(
+        self, number: int, draft: Draft, offset: int, pieces: Sequence[Any], *tensor: Any
+    ) -> int:
+        """Writes to a draft, as `Draft.write`, and remembers what."""
+        ...
+
+    def manifest(self, drafts: Sequence[Draft], layouts: Sequence[Layout]) -> bytes | None:
+        """The manifest of drafts that are synced; raises WriteError if they are damaged."""
+        ...
+
+
 def save(
     arrays: Mapping[str, Any],
     path: str | os.PathLike[str],
@@ -80,12 +94,13 @@ def save(
     max_shard_size: int | str | None = None,
     overwrite: bool = False,
     progress: Progress = False,
+    seal: Seal | None = None,
 ) -> Saved:
-    """See `mfload.save`."""
+    """See `mfload.save`; with a seal, it is published with a manifest."""
     start = time.perf_counter()
     limit = layout.shard_limit(max_shard_size)
     begin = layout.checked_align(align)
-    target = SaveTarget(path, overwrite)
+    target = SaveTarget(path, overwrite, sealed=seal is not None)
     with gc_paused():
         given = export(arrays)
         layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
@@ -96,8 +111,9 @@ def save(
         with shown(progress, size) as advance:
             writers = Writers(_threads(size), advance)
             try:
-                for draft, made in zip(drafts, layouts, strict=True):
-                    for write in _writes(draft, made):
+                for number, (draft, made) in enumerate(zip(drafts, layouts, strict=True)):
+                    way = draft.write if seal is None else partial(seal.write, number, draft)
+                    for write in _writes(way, made):
                         writers.put(write)
                         del write
                     # One by one: a draft that is synced has one descriptor instead of two.
@@ -105,7 +121,8 @@ def save(
                     draft.sync()
             finally:
                 writers.close()
-        files, more = target.publish(drafts, layouts)
+        sums = None if seal is None else seal.manifest(drafts, layouts)
+        files, more = target.publish(drafts, layouts, sums)
     took = time.perf_counter() - start
     return Saved(tuple(files), len(given), size, took, (*notes, *more))
 
@@ -118,8 +135,8 @@ def _threads(size: int) -> int:
     return max(1, min(most, size // (2 * BLOCK)))
 
 
-def _writes(draft: Draft, made: Layout) -> Iterator[Write]:
-    """Cuts a file into blocks, each fetched when its turn comes.
+def _writes(way: Callable[..., int], made: Layout) -> Iterator[Write]:
+    """Cuts a file into blocks, each fetched when its turn comes, and written the way given.
 
     Bytes are fetched in the thread that saves: frameworks order their work by thread. Whatever
     was fetched is released once its last block is written.
@@ -139,12 +156,12 @@ def _writes(draft: Draft, made: Layout) -> Iterator[Write]:
             filled += stop - at
             at = stop
             if filled == BLOCK:
-                yield partial(draft.write, start, pieces, first)
+                yield partial(way, start, pieces, first)
                 start, filled, pieces = start + BLOCK, 0, []
                 first = tensor.name if tensor is not None and at < nbytes else None
         data = None
     if pieces:
-        yield partial(draft.write, start, pieces, first)
+        yield partial(way, start, pieces, first)
 
 
 def fetched(tensor: TensorToSave) -> Any:

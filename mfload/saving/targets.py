@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mfload import errors, sources
 from mfload.formats.base import FORMATS
-from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
+from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index, stem as shared_stem
 from mfload.formats.strict_json import encodable
 from mfload.saving.layout import REPLACED
 from mfload.sources.local import kind_of
@@ -25,6 +25,7 @@ _FOREIGN = (
 )  # fmt: skip
 OTHERS = (*(suffix for suffix in FORMATS if suffix != SUFFIX), *_FOREIGN)
 """Ends of names by which files are taken for another format than the one that is written."""
+MANIFEST_SUFFIX = ".checksums.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class Location:
     def index(self) -> str:
         """The name of the index of the shards."""
         return self.stem + INDEX_SUFFIX
+
+    def manifest(self, *, sharded: bool) -> str:
+        """The name of the manifest of what is written here (see `checking.manifest.beside`)."""
+        stem = self.stem if sharded else shared_stem(self.name, alone=True)
+        return (stem or "checkpoint") + MANIFEST_SUFFIX
 
     def names(self, count: int) -> list[str]:
         """Names of so many files: Hugging Face's if there are several."""
@@ -161,6 +167,7 @@ class Existing(NamedTuple):
         kept: Files to which other indexes in the directory lead.
         left: Files of writers that died, or have not finished: hidden ones, and shards that have a
             hidden name too while there is no index.
+        manifests: Files by the names of its manifest, as a single file or as several.
         doubt: An index that can't be read: it may lead to any file, so that none may go.
     """
 
@@ -169,6 +176,7 @@ class Existing(NamedTuple):
     files: frozenset[str]
     kept: frozenset[str]
     left: frozenset[str]
+    manifests: frozenset[str]
     doubt: str | None = None
 
 
@@ -211,7 +219,8 @@ def look(place: Location) -> Existing:
     # While an index can't be read, the hidden files may be what it leads to.
     left = (hidden | early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
-    return Existing(found, indexed or bool(placed), files, kept, left, doubt)
+    manifests = names & {place.manifest(sharded=sharded) for sharded in (False, True)}
+    return Existing(found, indexed or bool(placed), files, kept, left, manifests, doubt)
 
 
 def _inode(path: str) -> int:

@@ -30,7 +30,7 @@ from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
 from mfload.saving.export import TensorToSave, export, unboxed
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.save import Saved, fetched, widened
+from mfload.saving.save import Saved, Seal, fetched, widened
 
 _LOOK = 0.25  # Seconds between looks at the other processes, while writing.
 _ARRIVAL = 600.0  # Seconds until the other processes must have made the call.
@@ -43,7 +43,7 @@ def _is_global(array: Any) -> bool:
 
 
 def save(
-    prepare: Callable[[], tuple[Mapping[str, Any], Mapping[str, str] | None]],
+    prepare: Callable[[], tuple[Mapping[str, Any], Mapping[str, str] | None, Seal | None]],
     path: str | os.PathLike[str],
     ranks: Sequence[int],
     *,
@@ -52,13 +52,11 @@ def save(
     overwrite: bool,
     progress: Progress,
     timeout: float | None,
-    finish: Callable[[Saved], Saved],
 ) -> Saved:
     """Saves global arrays of JAX; all processes return the same.
 
-    `ranks` are the processes. What `prepare` raises, which checks arguments and gives arrays and
-    metadata, reaches all of them; so does what `finish` raises, which the first process calls with
-    what was saved.
+    `ranks` are the processes. What `prepare` raises, which checks arguments and gives arrays,
+    metadata and a seal, reaches all of them. The first process makes the manifest.
 
     Raises:
         ProcessError: Another process failed or is gone, or saves something else.
@@ -76,7 +74,7 @@ def save(
         if wrong is not None:
             raise wrong
         first = group.rank == group.ranks[0]
-        arrays, metadata = prepare()
+        arrays, metadata, seal = prepare()
         held = {name: unboxed(each) for name, each in arrays.items()}
         spread = {n: each for n, each in held.items() if _is_global(each)}
         local = export({n: each for n, each in held.items() if n not in spread})
@@ -92,7 +90,7 @@ def save(
         group.agree("arrays to save and arguments", lines)
         prefix, target, drafts = "", None, list[Draft]()
         if first:
-            target, key = SaveTarget(path, overwrite), secrets.token_hex(8)
+            target, key = SaveTarget(path, overwrite, sealed=seal is not None), secrets.token_hex(8)
             drafts = stack.enter_context(target.drafts(layouts, key))
             for draft in drafts:
                 draft.lasting = False
@@ -117,11 +115,9 @@ def save(
             for draft in drafts:
                 draft.count(draft.size)
                 draft.sync()
-            files, more = target.publish(drafts, layouts)
-            notes = *widened(given), *more
-            took = time.perf_counter() - start
-            saved = finish(Saved(tuple(files), len(given), size, took, notes))
-            done = saved.files, saved.seconds, saved.notes
+            sums = None if seal is None else seal.manifest(drafts, layouts)
+            files, more = target.publish(drafts, layouts, sums)
+            done = files, time.perf_counter() - start, [*widened(given), *more]
         said = group.gather("publishing", json.dumps(done))[group.ranks[0]]
         files, took, notes = json.loads(said)
     return Saved(tuple(files), len(given), size, took, tuple(notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -610,12 +611,17 @@ def test_a_manifest_that_can_t_be_written_at_the_end(
 ) -> None:
     mfload.verify(source, checksums="write")
 
-    def write(*_: Any, **__: Any) -> None:
-        raise errors.WriteError("the disk is full")
+    real = Draft.publish
 
-    monkeypatch.setattr(Manifest, "write", write)
-    with pytest.raises(errors.WriteError, match="checkpoint itself is whole"):
+    def publish(draft: Draft, path: str, *, replace: bool) -> None:
+        if path.endswith(".checksums.json"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(draft, path, replace=replace)
+
+    monkeypatch.setattr(Draft, "publish", publish)
+    with pytest.raises(errors.TargetError, match="checkpoint itself is whole") as info:
         mfload.align(source, target)
+    assert info.value.file == os.fspath(target / "model.checksums.json")
     samples.assert_same(mfload.load(target, framework="numpy"), MODEL)
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, strategies as st
 import mfload
 from mfload import errors
 from mfload.checking import manifest
-from mfload.checking.manifest import FileEntry, Manifest, TensorEntry
+from mfload.checking.manifest import FileEntry, FileIdentity, Manifest, TensorEntry
 
 _hex = st.sampled_from("0123456789abcdef")
 _names = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
@@ -26,18 +26,23 @@ _tensors = st.builds(
 )
 _unhashed = st.builds(lambda entry: entry._replace(digest=None), _tensors)
 _files = st.builds(FileEntry, st.integers(0, 2**63 - 1), st.text(_hex, min_size=64, max_size=64))
+_identities = st.builds(
+    FileIdentity, st.integers(0, 2**63 - 1), st.text(_hex, min_size=64, max_size=64)
+)
 _manifests = st.builds(
     Manifest,
     st.dictionaries(_names, _tensors) | st.dictionaries(_names, _unhashed),
     st.dictionaries(_names, _files),
+    identity=st.dictionaries(_names, _identities),
 )
 
-GOOD = {
+OLD = {
     "mfload_checksums": 1,
     "algorithm": "xxh3_128",
     "tensors": {"w": {"dtype": "F32", "shape": [2], "digest": "a" * 32}},
     "files": {"f": {"size": 5, "sha256": "b" * 64}},
 }
+GOOD = {**OLD, "mfload_checksums": 2, "identity": {"f": {"size": 5, "header": "c" * 64}}}
 
 
 @given(made=_manifests)
@@ -48,21 +53,31 @@ def test_what_is_written_is_read(made: Manifest, tmp_path_factory: pytest.TempPa
     assert found == made
     assert found.path == os.fspath(path)
     # The order in which tensors came does not matter to the text.
-    turned = Manifest(dict(reversed(made.tensors.items())), dict(reversed(made.files.items())))
+    turned = Manifest(
+        dict(reversed(made.tensors.items())),
+        dict(reversed(made.files.items())),
+        identity=dict(reversed(made.identity.items())),
+    )
     assert turned.text() == path.read_text()
 
 
 def test_the_text_is_the_one_that_is_documented(tmp_path: Path) -> None:
-    made = Manifest({"w": TensorEntry("F32", (2,), "a" * 32)}, {"f": FileEntry(5, "b" * 64)})
+    made = Manifest(
+        {"w": TensorEntry("F32", (2,), "a" * 32)},
+        {"f": FileEntry(5, "b" * 64)},
+        identity={"f": FileIdentity(5, "c" * 64)},
+    )
     assert json.loads(made.text()) == GOOD
     assert made.text().splitlines()[4].startswith('  "w": {"dtype": "F32"')
     assert json.loads(Manifest({}).text())["tensors"] == {}
-    bare = Manifest({"w": TensorEntry("F32", (2,), None)}, made.files)
+    bare = Manifest({"w": TensorEntry("F32", (2,), None)}, made.files, identity=made.identity)
     assert (made.hashed, bare.hashed) == (True, False)
     wanted = {k: v for k, v in GOOD.items() if k != "algorithm"}
     assert json.loads(bare.text()) == {**wanted, "tensors": {"w": {"dtype": "F32", "shape": [2]}}}
     (tmp_path / "m").write_text(json.dumps({k: v for k, v in GOOD.items() if k != "files"}))
     assert Manifest.read(tmp_path / "m").files == {}
+    (tmp_path / "old").write_text(json.dumps(OLD))
+    assert Manifest.read(tmp_path / "old") == Manifest(made.tensors, made.files)
 
 
 def test_writing_replaces_nothing_unless_asked_to(tmp_path: Path) -> None:
@@ -87,7 +102,12 @@ def test_writing_replaces_nothing_unless_asked_to(tmp_path: Path) -> None:
 _BAD: dict[str, Any] = {
     "a list": [],
     "an index": {"weight_map": {"w": "f"}},
-    "another version": {**GOOD, "mfload_checksums": 2},
+    "another version": {**GOOD, "mfload_checksums": 3},
+    "version 1 with an identity": {**GOOD, "mfload_checksums": 1},
+    "version 2 without one": {**OLD, "mfload_checksums": 2},
+    "an identity that is a list": {**GOOD, "identity": []},
+    "an identity without a header": {**GOOD, "identity": {"f": {"size": 5}}},
+    "an identity with a short header": {**GOOD, "identity": {"f": {"size": 5, "header": "c"}}},
     "a version that is a bool": {**GOOD, "mfload_checksums": True},
     "another algorithm": {**GOOD, "algorithm": "md5"},
     "no algorithm": {k: v for k, v in GOOD.items() if k != "algorithm"},
@@ -184,7 +204,7 @@ def test_the_name_that_earlier_versions_gave_is_read(tmp_path: Path) -> None:
     mfload.save({"x": np.ones(3)}, path)
     mfload.verify(path, checksums="write", manifest=old)
     assert mfload.verify(path, checksums="check").manifest == str(old)
-    mfload.save({"x": np.zeros(3)}, tmp_path / "w.safetensors")
+    mfload.save({"x": np.zeros(3)}, tmp_path / "w.safetensors", overwrite=True)
     assert mfload.verify(path).manifest is None
     mfload.verify(path, checksums="write")
     assert (tmp_path / "w1.checksums.json").exists()

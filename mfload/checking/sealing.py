@@ -1,0 +1,145 @@
+"""A seal on what is written: the drafts are read back and compared, and their sums make a manifest.
+
+It is made of the drafts, before they get their names, so that no other writer can come between.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from mfload import errors, sources
+from mfload.checking.checksums import Hasher, Stopped, tensor_hash
+from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, FileIdentity, Manifest
+from mfload.checking.scan import Advance, cut, in_turns, scan
+from mfload.load_options import LoadOptions, started
+from mfload.planning.blocks import Block
+from mfload.saving.drafts import Draft
+from mfload.saving.layout import Layout
+
+
+class Seal:
+    """Hashes what is written to drafts, and compares it with what the disk gives back.
+
+    Args:
+        tensors: Whether the manifest has checksums of tensors.
+        files: Whether it has SHA-256 sums of files.
+        new: The hash of what is written. Default: that of tensors.
+
+    Attributes:
+        written: The hash of each range of a draft; `source` is the number of the draft. What other
+            processes wrote is not among them, and can't be compared.
+    """
+
+    def __init__(
+        self, *, tensors: bool, files: bool, new: Callable[..., Any] | None = None
+    ) -> None:
+        self.written: dict[Block, str] = {}
+        self._tensors, self._files, self._new = tensors, files, new or tensor_hash()
+
+    @staticmethod
+    def of(checksums: bool | Algorithm) -> Seal:
+        """What `save(checksums=)` asks for."""
+        if checksums is not True:
+            errors.check_choice("checksums", checksums, ALGORITHMS)
+        alone = checksums == "sha256"
+        new = hashlib.sha256 if alone else None  # So that it takes no package.
+        return Seal(tensors=not alone, files=checksums != "xxh3", new=new)
+
+    def write(
+        self, number: int, draft: Draft, offset: int, pieces: Sequence[Any], *tensor: Any
+    ) -> int:
+        """Writes pieces to a draft, as `Draft.write`."""
+        hashed = self._new()
+        for piece in pieces:
+            hashed.update(piece)
+        nbytes = draft.write(offset, pieces, *tensor)
+        self.written[Block(number, offset, nbytes, ())] = hashed.hexdigest()
+        return nbytes
+
+    def manifest(self, drafts: Sequence[Draft], layouts: Sequence[Layout]) -> bytes | None:
+        """The manifest of drafts that are synced; raises WriteError if they can't be read back."""
+        try:
+            return self.read_back(drafts, layouts, started(None))
+        except errors.SourceError as error:
+            what = f"what was written can't be read back: {error.message}"
+            raise errors.WriteError(what, file=drafts[0].shown) from error
+
+    def read_back(
+        self,
+        drafts: Sequence[Draft],
+        layouts: Sequence[Layout],
+        how: LoadOptions,
+        advance: Advance = None,
+    ) -> bytes | None:
+        """Compares what was written, read past the page cache; returns the manifest, if any."""
+        files = [sources.find(draft.path) for draft in drafts]
+        rows: list[list[Block]] = [[] for _ in files]
+        for block in sorted(self.written):
+            rows[block.source].append(block)
+        for number, draft in enumerate(drafts):
+            if not self.written:
+                rows[number] = cut(Block(number, 0, draft.size, ()))
+            if hasattr(os, "posix_fadvise"):
+                with open(draft.path, "rb") as opened:
+                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        infos = [
+            info._replace(pieces=(info.pieces[0]._replace(source=number),))
+            for number, made in enumerate(layouts if self._tensors or self._files else ())
+            for info in made.tensors
+        ]
+        sizes = {number: made.size for number, made in enumerate(layouts) if self._files}
+        hasher = Hasher(infos if self._tensors else (), sizes)
+        reader = _Reader(drafts, layouts, self.written, hasher, self._new)
+        scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+        if not (self._tensors or self._files):
+            return None
+        digests, names = hasher.digests(), [os.path.basename(each.shown) for each in drafts]
+        entries = {names[n]: FileEntry(size, digests[n]) for n, size in sizes.items()}
+        identity = {
+            name: FileIdentity(made.size, hashlib.sha256(made.header).hexdigest())
+            for name, made in zip(names, layouts, strict=True)
+        }
+        table = {info.name: info for info in infos}
+        sums = digests if self._tensors else None
+        return Manifest.of(table, sums, entries, identity).text().encode()
+
+
+class _Reader:
+    """Observer of the drafts that compares each range with what was written there."""
+
+    def __init__(
+        self,
+        drafts: Sequence[Draft],
+        layouts: Sequence[Layout],
+        written: Mapping[Block, str],
+        hasher: Hasher,
+        new: Callable[..., Any],
+    ) -> None:
+        self._drafts, self._layouts, self._written = drafts, layouts, written
+        self._hasher, self._new = hasher, new
+
+    def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
+        """Takes the next range."""
+        wanted = self._written.get(Block(source, offset, data.size, ()))
+        found = wanted and self._new(data).hexdigest()
+        if found != wanted:
+            what, tensor = "the disk gave back other bytes than were written", None
+            made = self._layouts[source]
+            head = made.header[offset : offset + data.size]
+            if bytes(data[: len(head)]) != head:
+                what = "the header read back differs from the one written"
+            elif not head:
+                ends = ((row.name, row.pieces[0]) for row in made.tensors)
+                tensor = next(name for name, each in ends if each.offset + each.nbytes > offset)
+            where = f"in bytes {offset} to {offset + data.size}"
+            raise errors.WriteError(
+                what,
+                file=self._drafts[source].shown,
+                tensor=tensor,
+                expected=f"{self._new().name} {wanted} {where}",
+                found=found,
+            )
+        self._hasher.saw(source, offset, data, stopped)

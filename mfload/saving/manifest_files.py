@@ -1,0 +1,121 @@
+"""The manifest of a checkpoint as a file, which changes together with the data that it is of.
+
+Two checkpoints of one model have equal headers and sizes, so that an old manifest beside new data
+looks like damage. So the old one goes before the data changes, and the new one, which was written
+before, gets its name after: whatever a kill leaves, no manifest lies beside data of another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Callable, Generator, Sequence
+
+import numpy as np
+
+from mfload import errors
+from mfload.formats import discovery
+from mfload.saving.drafts import Draft, fsync
+from mfload.saving.targets import Location
+
+_MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
+_HEAD = 4096
+_WHOLE = "; the checkpoint itself is whole and in its place, without a manifest"
+
+
+def check_target(path: str, *, overwrite: bool) -> None:
+    """Refuses to write a manifest over anything but a manifest that may be replaced."""
+    if path.endswith((discovery.SUFFIX, discovery.INDEX_SUFFIX)):
+        raise errors.UsageError(
+            "a manifest can't take the place of a checkpoint's file",
+            file=path,
+            expected="another name, such as model.checksums.json",
+        )
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise errors.from_target(error, path, "look at the manifest") from error
+    if not (overwrite and stat.S_ISREG(mode) and is_manifest(path)):
+        what = "the file exists already; overwrite=True replaces it if it is a manifest"
+        raise errors.TargetExistsError(what, file=path)
+
+
+def is_manifest(path: str) -> bool:
+    """Whether a manifest has that name, also a damaged one; raises TargetError if unknown."""
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            return False
+        with open(path, "rb") as file:
+            return _MARK.match(file.read(_HEAD)) is not None
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise errors.from_target(error, path, "look at the manifest that is there") from error
+
+
+def draft(place: Location, name: str, text: bytes, mode: int | None) -> Draft:
+    """Writes a manifest to the disk, under a hidden name of a place if it must have one."""
+    raw = np.frombuffer(text, np.uint8)
+    made = Draft(place.at(place.hidden + secrets.token_hex(8)), raw.size, place.at(name), mode)
+    try:
+        made.write(0, [raw])
+        made.sync()
+    except BaseException:
+        made.discard()
+        raise
+    return made
+
+
+def publish(made: Draft, directory: int, *, replace: bool) -> None:
+    """Gives a manifest its name, on disk; the directory is open."""
+    try:
+        made.publish(made.shown, replace=replace)
+        fsync(directory)
+    except OSError as error:
+        raise errors.from_target(error, made.shown, "put the manifest in its place") from error
+
+
+@contextlib.contextmanager
+def replaced(
+    place: Location,
+    old: Sequence[str],
+    new: Draft | None,
+    directory: int,
+    landed: Callable[[], bool],
+) -> Generator[None]:
+    """Takes old manifests away, and puts a new one in its place after what is done in here.
+
+    If that fails and the new data has not `landed`, the old ones are back. The directory is locked
+    and open.
+    """
+    away = {place.at(name): place.at(place.hidden + secrets.token_hex(8)) for name in old}
+    try:
+        try:
+            for path, hidden in away.items():
+                os.rename(path, hidden)
+            if away:
+                fsync(directory)
+        except OSError as error:
+            raise errors.from_target(error, place.path, "take its old manifest away") from error
+        yield
+    except BaseException:
+        if not landed():
+            for path, hidden in away.items():
+                with contextlib.suppress(OSError):
+                    os.rename(hidden, path)
+        raise
+    finally:
+        for hidden in away.values():
+            with contextlib.suppress(OSError):
+                os.unlink(hidden)
+    if new is not None:
+        try:
+            publish(new, directory, replace=False)
+        except errors.TargetError as error:
+            error.message += _WHOLE
+            raise
