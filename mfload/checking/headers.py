@@ -25,8 +25,23 @@ def inspect(
 ) -> Headers:
     """Reads the headers of a checkpoint and checks them, and the index against them.
 
-    Raises if there is nothing at the path, or several checkpoints lie side by side.
+    They are read again if a writer replaced the checkpoint meanwhile, as in a load. Raises if there
+    is nothing at the path, or several checkpoints lie side by side.
     """
+    for left in reversed(range(checkpoint.TRIES)):
+        before = discovery.state(path)
+        try:
+            seen = _inspect(path, options)
+        except (errors.SourceError, errors.FormatError):
+            if left and discovery.state(path) != before:
+                continue
+            raise
+        if not (left and seen.problems and discovery.state(path) != before):
+            return seen
+    raise AssertionError("unreachable")
+
+
+def _inspect(path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None) -> Headers:
     try:
         seen = checkpoint.read_headers(discovery.find(path, options), every=True)
     except errors.SourceNotFoundError as error:

@@ -25,7 +25,7 @@ from mfload.sources.base import Source
 
 T = TypeVar("T")
 
-_TRIES = 5
+TRIES = 5
 _NAME = attrgetter("name")
 _NO_DTYPE, _NO_PIECE = dtypes.TABLE["U8"], Piece(-1, 0, 0)  # Of what is known by name alone.
 
@@ -408,7 +408,7 @@ def choose(
         found = choose(path.located(), options, accepted, missing_ok=missing_ok)
         path.opened = found[1:]
         return found
-    for left in reversed(range(_TRIES)):
+    for left in reversed(range(TRIES)):
         before = discovery.state(path)
         try:
             found = discovery.find(path, options, before)
