@@ -31,7 +31,7 @@ from mfload.options import Options
 from mfload.planning import selection
 from mfload.planning.selection import Dtypes, Names
 from mfload.progress import Progress, shown
-from mfload.saving import layout
+from mfload.saving import layout, manifests, targets
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import Layout
@@ -86,12 +86,14 @@ class _Rewrite:
         others: Whether names differ from those of the source.
         place: The target.
         old: Where the manifest of the source lies, if it has one; `new` is the one of the target.
+        same: Whether the manifest of the source is of what is replaced.
     """
 
     def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
         self.wishes, self._source, self._how = wishes, source, how
         self.index, self.sources = checkpoint.read_every(source, how)
         self.found = found = discovery.find(source, how)
+        self.old, self.notes = _manifest_of(self.index, found)
         directory = found.directory is not None
         foreign = [s for s in self.sources if directory or base.find(s) is not safetensors]
         if foreign and not wishes.resume:
@@ -120,9 +122,13 @@ class _Rewrite:
         self.layouts = self._layouts(each_file=in_files)
         readers(how, min(BLOCK, max((made.size for made in self.layouts), default=0)))
         self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
-        self.old = manifest.there(self.index.files, found.index_file)
-        self.new = manifest.beside([self.place.path])
-        self.same = os.path.realpath(self.new) == os.path.realpath(self.old)
+        self.new = self.place.place.at(self.place.place.manifest)
+        self.same = os.path.realpath(self.old) in map(os.path.realpath, [self.new, *self._lying()])
+
+    def _lying(self) -> list[str]:
+        """Paths of the manifests of what is replaced."""
+        place = self.place.place
+        return list(map(place.at, place.manifests(targets.look(place).files)))
 
     def _check_place(self, own: bool) -> None:
         """Refuses to replace files whose checksums the client of Hugging Face keeps."""
@@ -167,7 +173,8 @@ class _Rewrite:
         if not os.path.exists(self.old):
             return None, None
         known = Manifest.read(self.old)
-        manifest.check_target(self.new, overwrite=self.wishes.overwrite or self.same)
+        overwrite = self.wishes.overwrite or self.same
+        manifest.check_beside(self.new, [self.place.place.name], overwrite=overwrite)
         if not (self.loaded or self.others) and known.hashed:
             return known, None
         given: Any = {"manifest": known, "options": self.wishes.options}
@@ -227,11 +234,13 @@ class _Rewrite:
     ) -> tuple[list[str], list[str]]:
         """Gives the drafts their names; returns the paths, and notes."""
         new, same = self.new, self.same
+        lying = self._lying() if known is not None or anew else []
         if same and digests is not None:
             # Files change when the drafts get their names; tensors are the same before and after.
             Manifest.of(self.index.tensors, digests).write(new, overwrite=True)
-        elif (known is not None or anew) and os.path.lexists(new):
-            os.unlink(new)
+            lying = [path for path in lying if path != new]
+        for path in lying:
+            os.unlink(path)
         try:
             return self.place.publish(drafts, self.layouts)
         except BaseException:
@@ -251,7 +260,7 @@ def rewrite(
     """Rewrites a checkpoint; returns the values of `Saved`."""
     start = time.perf_counter()
     work = _Rewrite(source, target, wishes, started(wishes.options))
-    files, notes = [], [*work.index.notes]
+    files, notes = [], [*work.index.notes, *work.notes]
     narrow = dtypes.NARROW.keys() & {kind.name for kind, _ in work.index.columns.kinds}
     notes += [f"{n} as {dtypes.NARROW[n].wide}: safetensors has no {n}" for n in sorted(narrow)]
     if wishes.beside and work.place.place.whole:
@@ -288,7 +297,7 @@ def _write_manifest(
 ) -> None:
     # The index comes last, and has no sum.
     files = {
-        os.path.basename(file): FileEntry(made.size, digest)
+        manifests.as_text(os.path.basename(file)): FileEntry(made.size, digest)
         for file, made, digest in zip(there, work.layouts, sums, strict=False)
     }
     try:
@@ -296,6 +305,15 @@ def _write_manifest(
     except errors.TargetError as error:
         error.message += "; the checkpoint itself is whole and in its place"
         raise
+
+
+def _manifest_of(index: Index, found: CheckpointFiles) -> tuple[str, list[str]]:
+    """Where the manifest of a source lies, or would, or nothing; notes of those of other files."""
+    files, whole = index.files, found.name is not None and [*index.files] != [found.name]
+    given, notes = manifest.find(
+        files, found.index_file, whole=whole, tensors=lambda: index.tensors
+    )
+    return str((given.path if isinstance(given, Manifest) else given) or ""), notes
 
 
 def _part(index: Index, names: Names) -> Index:

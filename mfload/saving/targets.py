@@ -15,6 +15,7 @@ from mfload import errors, sources
 from mfload.formats.base import FORMATS
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import encodable
+from mfload.saving import manifests
 from mfload.saving.layout import REPLACED
 from mfload.sources.local import kind_of
 
@@ -60,6 +61,20 @@ class Location:
     def index(self) -> str:
         """The name of the index of the shards."""
         return self.stem + INDEX_SUFFIX
+
+    @property
+    def manifest(self) -> str:
+        """The name of the manifest of checksums, of the single file and of shards."""
+        return manifests.named(self.name)
+
+    def manifests(self, files: Iterable[str] = ()) -> list[str]:
+        """Names of the manifests that lie here and hold for what has this name, and these files.
+
+        The checkpoint under other names than its own, as earlier versions gave them, and single
+        shards have some too.
+        """
+        index = self.index if self.stem else None
+        return manifests.lying(self.directory, {self.name, *files}, index)
 
     def names(self, count: int) -> list[str]:
         """Names of so many files: Hugging Face's if there are several."""
