@@ -286,6 +286,10 @@ def check_save_target(
 def with_manifest(saved: Saved, *, write: bool | Algorithm) -> Saved:
     """Reads back what was saved and writes a manifest beside it, or warns of one that is there."""
     path, at = saved.files[-1], manifests.beside(saved.files)
+    directory, name = os.path.split(path.removesuffix(".index.json"))
+    place = targets.Location(directory, name)
+    old = {*place.manifests(map(os.path.basename, saved.files))} - {place.manifest}
+    saved = replace(saved, notes=(*saved.notes, *_removed(list(map(place.at, sorted(old))))))
     if write:
         algorithm = "both" if write is True else write
         found = verify(path, checksums="write", algorithm=algorithm, overwrite=True)
@@ -357,8 +361,8 @@ def _removed(paths: Sequence[str]) -> list[str]:
         try:
             os.unlink(path)
         except OSError as error:
-            raise errors.from_target(error, path, "remove the manifest of an old name") from error
-    return [f"removed: {path}, a manifest of these files under an old name" for path in paths]
+            raise errors.from_target(error, path, "remove the old manifest") from error
+    return [f"removed: {path}, a manifest of what was there before" for path in paths]
 
 
 def _expected(

@@ -166,7 +166,7 @@ def test_a_shard_and_the_manifest_of_its_set(algorithm: Any, tmp_path: Path) -> 
     shards[1].unlink()
     found = mfload.verify(tmp_path)
     assert found.manifest == made
-    Path(made).unlink()
+    Path(f"{shards[0]}.checksums.json").unlink()
     found = mfload.verify(tmp_path)
     assert found.manifest == os.fspath(at)
     told = "\n".join(map(str, found.problems))
@@ -222,6 +222,26 @@ def test_an_old_manifest_goes_when_its_data_is_aligned(algorithm: Any, tmp_path:
     mfload.align(path, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "m.safetensors.checksums.json"]
     assert mfload.verify(path, checksums="check").ok
+
+
+@pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("limit", [None, 100])
+@pytest.mark.parametrize("algorithm", ["both", "xxh3", "sha256"])
+def test_an_old_manifest_goes_when_its_data_is_replaced(
+    algorithm: Any, limit: int | None, checksums: bool, tmp_path: Path
+) -> None:
+    arrays = {"w": np.full(20, 1), "v": np.full(20, 2)}
+    saved = mfload.save(arrays, tmp_path, max_shard_size=limit)
+    path, old = saved.files[-1], tmp_path / "model.checksums.json"
+    mfload.verify(path, checksums="write", manifest=old, algorithm=algorithm)
+    assert mfload.verify(tmp_path, checksums="check").manifest == os.fspath(old)
+    arrays["w"] += 1
+    saved = mfload.save(arrays, tmp_path, max_shard_size=limit, overwrite=True, checksums=checksums)
+    assert not old.exists()
+    assert str(old) in "\n".join(saved.notes)
+    found = mfload.verify(tmp_path)
+    assert found.ok
+    assert (found.manifest is None) == (not checksums)
 
 
 def test_which_manifests_go_with_a_checkpoint(tmp_path: Path) -> None:
