@@ -16,10 +16,10 @@ from collections.abc import Generator
 import numpy as np
 
 from mfload import errors
-from mfload.checking import manifest
 from mfload.formats import discovery
 from mfload.formats.discovery import CheckpointFiles
 from mfload.report import human
+from mfload.saving import manifests
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
 
@@ -27,7 +27,7 @@ _CONFIG = "config.json"  # Ends a name in the directory of a model, such as adap
 _BROUGHT = re.compile(
     r"[^.].*\.(json|jsonl|txt|model|jinja|py|md|tiktoken|bpe|ya?ml)|vocab\..+|(LICEN[CS]E|NOTICE).*"
 )
-_LEFT = (".index.json", manifest.SUFFIX)
+_LEFT = (".index.json", manifests.SUFFIX)
 _LARGEST = 64 << 20
 _MOST = 256  # Files.
 

@@ -24,17 +24,18 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, Literal, NamedTuple, get_args
+from urllib.parse import unquote
 
 from mfload import errors, sources
 from mfload.formats import discovery, safetensors, strict_json
 from mfload.formats.strict_json import brief, encodable
 from mfload.index import Index, Table, TensorInfo
-from mfload.saving import publishing
-from mfload.saving.targets import MANIFEST_SUFFIX as SUFFIX
+from mfload.saving import manifest_files, manifests, publishing
+from mfload.saving.manifests import MAX_SIZE
 from mfload.sources.base import Source
 
 Algorithm = Literal["xxh3", "sha256", "both"]
@@ -42,8 +43,8 @@ ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
 
 VERSION = 2
 ALGORITHM = "xxh3_128"
-MAX_SIZE = 256 << 20
-"""Bytes of the longest manifest that is read: some two million tensors."""
+
+Tensors = Callable[[], Mapping[str, TensorInfo]]
 
 _FORMAT = (
     '{"mfload_checksums": 1 or 2, "algorithm": "xxh3_128", '
@@ -220,31 +221,131 @@ def text_path(path: Any) -> str:
         raise errors.UsageError("not a manifest", expected=wanted, found=repr(path)) from None
 
 
-def beside(files: Sequence[str], index: str | None = None) -> str:
+def beside(files: Sequence[str], index: str | None = None, *, whole: bool = False) -> str:
     """The default path of a manifest, given the files of a checkpoint and its index.
 
-    It is `model.checksums.json` for model.safetensors, for its index, and for its shards.
+    Of model.safetensors, of its index and of all its shards it is
+    `model.safetensors.checksums.json`: see `mfload.saving.manifests`. `whole` says that a directory
+    was named.
     """
-    name, alone = os.path.basename(index or files[-1]), len(files) == 1
-    stems = {discovery.stem(os.path.basename(file), alone=alone) for file in files}
-    if name.endswith(discovery.INDEX_SUFFIX):
-        stems = {name.removesuffix(discovery.INDEX_SUFFIX)}
-    stem = stems.pop() if len(stems) == 1 else ""
-    return os.path.join(_directory(files, index), (stem or "checkpoint") + SUFFIX)
+    return _places(files, index, whole=whole)[0]
 
 
-def there(files: Sequence[str], index: str | None = None) -> str:
-    """The same for one to be read: also under the name that earlier versions gave it.
+def find(
+    files: Sequence[str],
+    index: str | None = None,
+    *,
+    whole: bool = False,
+    tensors: Tensors | None = None,
+    near: Callable[[str], Source] | None = None,
+) -> tuple[str | Source | Manifest | None, list[str]]:
+    """Finds the manifest of a checkpoint, which may have another name if it is for this data.
 
-    They left out the number of a file alone, so that of `w1` lies in w.checksums.json; if there is
-    a `w` beside it, that is the manifest of `w`.
+    Earlier versions gave several checkpoints one name, and a shard may have the manifest of its
+    set. So one under another name than `beside` gives counts only if it knows these files; one
+    without files, if these are its tensors by name, dtype and shape, and no other checkpoint in
+    the directory had that name for its own.
+
+    Args:
+        tensors: Gives the tensors of the files.
+        near: Gives the source of a name beside the files, if they are not local.
+
+    Returns:
+        The manifest, if it had to be read, or else where it is, or would be by its default name;
+        None if that is another checkpoint's. And a note for each that is for other files.
     """
-    path = beside(files, index)
-    if index or len(files) != 1 or os.path.lexists(path):
-        return path
-    stem = os.path.join(_directory(files, index), discovery.stem(os.path.basename(files[0])))
-    of_another = os.path.lexists(stem + discovery.SUFFIX)
-    return stem + SUFFIX if os.path.lexists(stem + SUFFIX) and not of_another else path
+    notes: list[str] = []
+    names = [*relative_names(files, index).values()]
+    paths = _places(files, index, whole=whole)
+    places = paths if near is None else [near(os.path.basename(path)) for path in paths]
+    default: str | Source | None = places[0]
+    for place in places:
+        rivals: list[str] = []
+        if isinstance(place, str):
+            rivals = _rivals(place, names, index)
+            if not os.path.lexists(place):
+                continue
+            if place == places[0] and not rivals:
+                break
+        try:
+            known = Manifest.read(place)
+        except errors.SourceNotFoundError:
+            continue
+        except (errors.SourceError, errors.FormatError) as error:
+            # Some servers refuse access to what does not exist.
+            if near is not None and isinstance(error, errors.SourcePermissionError):
+                continue
+            return place, notes
+        why = _misfit(known, names, rivals, None if place is places[0] else tensors or dict)
+        if why is None:
+            return known, notes
+        notes.append(f"the manifest {known.path} is for other files and was not used: {why}")
+        default = None if place is places[0] else default
+    return default, notes
+
+
+def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
+    """Refuses to write a manifest of these files where one may not be replaced by it."""
+    manifest_files.check_target(path, overwrite=overwrite)
+    rivals = manifests.rivals(*os.path.split(path), names)
+    if rivals and os.path.lexists(path):
+        with contextlib.suppress(errors.FormatError):  # A damaged one may be replaced.
+            why = _misfit(Manifest.read(path), names, rivals, None)
+            if why is not None:
+                what = "an earlier version gave the manifest of another checkpoint this name"
+                raise errors.TargetExistsError(
+                    what,
+                    file=path,
+                    expected=f"it to be moved: that of {rivals[0]} is {manifests.named(rivals[0])}",
+                    found=why,
+                )
+
+
+def older(files: Sequence[str], index: str | None, *, whole: bool, tensors: Tensors) -> list[str]:
+    """Paths of manifests of exactly these files that have another name than `beside` gives."""
+    found: list[str] = []
+    names = {*relative_names(files, index).values()}
+    for path in filter(os.path.isfile, _places(files, index, whole=whole)[1:]):
+        with contextlib.suppress(errors.SourceError, errors.FormatError):
+            known = Manifest.read(path)
+            rivals = _rivals(path, names, index)
+            same = {*known.files} == names if known.files else not manifests.incomplete(names)
+            if same and _misfit(known, names, rivals, tensors) is None:
+                found.append(path)
+    return found
+
+
+def _rivals(path: str, names: Iterable[str], index: str | None) -> list[str]:
+    own = [*names, os.path.basename(index or "")]
+    return manifests.rivals(*os.path.split(path), own)
+
+
+def _misfit(
+    known: Manifest, names: Collection[str], rivals: Sequence[str], tensors: Tensors | None
+) -> str | None:
+    """Why a manifest is not for files of these names; None if it is.
+
+    Without `tensors`, it has the default name, and is theirs unless it is an old one of a rival.
+    """
+    if tensors is None:
+        # Of renamed files, or of others before: the caller compares.
+        foreign = known.files.keys().isdisjoint(names) and not known.files.keys().isdisjoint(rivals)
+        return f"it has {brief(min(known.files))}" if foreign else None
+    if known.files:
+        missing = sorted({*names} - known.files.keys())
+        return f"it has {brief(min(known.files))}, not {brief(missing[0])}" if missing else None
+    if rivals:
+        return f"it may be of {brief(rivals[0])}"
+    held = tensors()
+    fits = manifests.incomplete(names) or held.keys() == known.tensors.keys()
+    return None if fits and not any(known.differences(held.values())) else "its tensors are others"
+
+
+def part_of(known: Manifest, names: Collection[str]) -> bool:
+    """Whether files of these names are a part of those that a manifest is of."""
+    if known.files.keys().isdisjoint(names):
+        return manifests.incomplete(names)
+    return {*names} < known.files.keys()
 
 
 def identify(
@@ -270,17 +371,32 @@ def identify(
 
 
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
-    """What a manifest calls the files of a checkpoint: paths relative to its directory."""
-    directory = _directory(files, index)
-    return {
-        file: os.path.relpath(os.path.abspath(file), directory).replace(os.sep, "/")
-        for file in files
-    }
+    """What a manifest calls the files of a checkpoint: paths relative to its directory, as text."""
+    return dict(zip(files, map(manifests.as_text, _relative(files, index)), strict=True))
+
+
+def _relative(files: Sequence[str], index: str | None) -> list[str]:
+    directory, paths = _directory(files, index), [os.path.abspath(_plain(file)) for file in files]
+    return [os.path.relpath(path, directory).replace(os.sep, "/") for path in paths]
+
+
+def _places(files: Sequence[str], index: str | None, *, whole: bool) -> list[str]:
+    """Paths that a manifest may have; the first one is written."""
+    if index is None and files[-1].endswith(discovery.INDEX_SUFFIX):
+        files, index = files[:-1], files[-1]  # Of a save, whose index comes last.
+    base = None if index is None else os.path.basename(_plain(index))
+    names = manifests.names_of(_relative(files, index), base, whole=whole)
+    return [os.path.join(_directory(files, index), name) for name in names]
 
 
 def _directory(files: Sequence[str], index: str | None) -> str:
     paths = [*files, index] if index else files
-    return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+    return os.path.commonpath([os.path.dirname(os.path.abspath(_plain(path))) for path in paths])
+
+
+def _plain(name: str) -> str:
+    """A path; that of a URL without its query, decoded."""
+    return unquote(name.partition("?")[0]) if "://" in name else name
 
 
 def _tensor_text(entry: TensorEntry) -> str:

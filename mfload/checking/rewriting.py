@@ -92,6 +92,7 @@ class _Rewrite:
         self.wishes, self._source, self._how = wishes, source, how
         self.index, self.sources = checkpoint.read_every(source, how)
         self.found = found = discovery.find(source, how)
+        self.old, self.notes = _manifest_of(self.index, found)
         directory = found.directory is not None
         foreign = [s for s in self.sources if directory or base.find(s) is not safetensors]
         if foreign and not wishes.resume:
@@ -112,8 +113,6 @@ class _Rewrite:
         in_files = not foreign and wishes.names is None and wishes.change is None
         name = _named(self.index.files) if in_files else None
         where = _own_place(self.index.files, found) if target is None else target
-        old = manifest.there(self.index.files, found.index_file)
-        self.old = old if os.path.lexists(old) else None
         self.place = SaveTarget(where, wishes.overwrite, name, sealed=self.old is not None)
         self._check_place(target is None)
         if foreign:
@@ -231,7 +230,7 @@ def rewrite(
     """Rewrites a checkpoint; returns the values of `Saved`."""
     start = time.perf_counter()
     work = _Rewrite(source, target, wishes, started(wishes.options))
-    files, notes = [], [*work.index.notes]
+    files, notes = [], [*work.index.notes, *work.notes]
     narrow = dtypes.NARROW.keys() & {kind.name for kind, _ in work.index.columns.kinds}
     notes += [f"{n} as {dtypes.NARROW[n].wide}: safetensors has no {n}" for n in sorted(narrow)]
     if wishes.beside and work.place.place.whole:
@@ -255,6 +254,16 @@ def rewrite(
     notes += more
     took, size = time.perf_counter() - start, sum(made.size for made in work.layouts)
     return tuple(there), len(work.rows), size, took, tuple(dict.fromkeys(notes))
+
+
+def _manifest_of(index: Index, found: CheckpointFiles) -> tuple[str | None, list[str]]:
+    """Where the manifest of a source lies, if it has one; notes of those of other files."""
+    files, whole = index.files, found.name is not None and [*index.files] != [found.name]
+    given, notes = manifest.find(
+        files, found.index_file, whole=whole, tensors=lambda: index.tensors
+    )
+    path = given.path if isinstance(given, Manifest) else given
+    return path if isinstance(path, str) and os.path.lexists(path) else None, notes
 
 
 def _part(index: Index, names: Names) -> Index:

@@ -18,6 +18,7 @@ from mfload.load_options import LoadOptions, started
 from mfload.planning.blocks import Block
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
+from mfload.saving.manifests import as_text
 
 
 class Seal:
@@ -96,7 +97,10 @@ class Seal:
         scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
         if not (self._tensors or self._files):
             return None
-        digests, names = hasher.digests(), [os.path.basename(each.shown) for each in drafts]
+        digests, names = (
+            hasher.digests(),
+            [as_text(os.path.basename(each.shown)) for each in drafts],
+        )
         entries = {names[n]: FileEntry(size, digests[n]) for n, size in sizes.items()}
         identity = {
             name: FileIdentity(made.size, hashlib.sha256(made.header).hexdigest())

@@ -20,6 +20,7 @@ from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers, Problem
+from mfload.formats.discovery import CheckpointFiles
 from mfload.load_options import LoadOptions, started
 from mfload.loading.execute import reader_threads
 from mfload.options import Options
@@ -128,7 +129,7 @@ def verify(
             "sha256" of each file, or "both". XXH3 is hashed as fast as memory is read, SHA-256
             several times slower. "both" compares what the manifest has.
         manifest: Path of the manifest, or one that was read. Default: `<name>.checksums.json`
-            beside the checkpoint.
+            beside the checkpoint, with its whole name: `model.safetensors.checksums.json`.
         sha256: The SHA-256 of the files: 64 digits for one file, the path of a list as `sha256sum`
             writes it, `{file: digits}`, or "auto" for what the cache of the Hugging Face client
             says. The cache also counts wherever SHA-256 sums are written or compared.
@@ -157,22 +158,29 @@ def verify(
     seen = how.deadline.bound(
         lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
     )
-    beside = _manifest_beside(seen, written=checksums == "write")
-    given = beside if manifest is None else manifest
-    known = target = read_from = None
+    names = manifests.relative_names(seen.found.names, seen.found.index_file)
     writes = checksums == "write"
-    if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not beside):
+    given, notes, replaced = manifest, [], []
+    if manifest is None and checksums != "never":
+        given, notes = _manifest_beside(seen, written=writes)
+    beside, known, target, read_from = given, None, None, None
+    if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not None):
         wanted = "a manifest for checksums auto or check, the path of one for write"
         raise errors.UsageError("the manifest is not used", expected=wanted, found=repr(given))
     if (writes and is_source(given)) or (given is None and checksums in ("write", "check")):
         what = "no manifest can lie beside this checkpoint, or be written there"
+        what = "; ".join([what, *notes])
         raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
     if writes:
         target = manifests.text_path(given)
-        manifest_files.check_target(target, overwrite=overwrite)
-    elif checksums != "never" and given is not None:
+        replaced = manifests.older(**_searched(seen)) if manifest is None else []
+        for each in replaced:
+            manifest_files.check_target(each, overwrite=overwrite)
+        manifests.check_beside(target, names.values(), overwrite=overwrite)
+    elif given is not None:
         required = checksums == "check" or manifest is not None
-        known, read_from = _read_manifest(seen, given, required=required)
+        known, read_from = _read_manifest(seen, given, notes, required=required)
+    seen.notes += notes
     if known is not None and {"xxh3": not known.hashed, "sha256": not known.files}.get(algorithm):
         raise errors.UsageError(
             "the manifest has no checksums of this algorithm",
@@ -244,7 +252,6 @@ def verify(
         seen.notes.append("no manifest was written, since there are problems")
         target = None
     elif target is not None:
-        names = manifests.relative_names(seen.found.names, seen.found.index_file)
         entries = {
             names[source.name]: FileEntry(source.size, digests[number])
             for number, source in enumerate(seen.sources)
@@ -256,6 +263,7 @@ def verify(
         made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
         check = partial(scanning.check_unchanged, seen.sources, numbers, how)
         made.write(target, overwrite=overwrite, check=check)
+        seen.notes += _removed(replaced)
     checked = {
         "headers": True,
         "index": seen.found.index_file is not None,
@@ -283,22 +291,42 @@ def verify(
     )
 
 
-def _manifest_beside(seen: Headers, *, written: bool) -> str | Source | None:
-    """Where the manifest of a checkpoint lies, or is written; None if nothing lies beside it."""
-    given = seen.found.names, seen.found.index_file
-    path = manifests.beside(*given) if written else manifests.there(*given)
+def _searched(seen: Headers) -> dict[str, Any]:
+    """What a manifest of a checkpoint is found by."""
+    found = seen.found
+    return {
+        "files": found.names,
+        "index": found.index_file,
+        "whole": _whole(found),
+        "tensors": lambda: seen.tensors,
+    }
+
+
+def _whole(found: CheckpointFiles) -> bool:
+    """Whether a directory was named, and neither files nor an index."""
+    return found.index_file is None and found.name is not None and found.names != [found.name]
+
+
+def _manifest_beside(seen: Headers, *, written: bool) -> tuple[Any, list[str]]:
+    """Where the manifest of a checkpoint lies, or is written, or what was read; and notes.
+
+    None if nothing lies beside it.
+    """
     known = (each for each in seen.found.files if not isinstance(each, str))
     files = [each for each in known if each.file is None]
-    if not files:
-        return path
+    near = files[0].beside if files else None
     try:
-        return files[0].beside(os.path.basename(path))
+        if not written:
+            return manifests.find(**_searched(seen), near=near)
+        found = seen.found
+        path = manifests.beside(found.names, found.index_file, whole=_whole(found))
+        return path if near is None else near(os.path.basename(path)), []
     except (errors.UsageError, errors.SourceNotFoundError):
-        return None
+        return None, []
 
 
 def _read_manifest(
-    seen: Headers, given: Any, *, required: bool
+    seen: Headers, given: Any, notes: Sequence[str], *, required: bool
 ) -> tuple[Manifest | None, Source | None]:
     """The manifest, and where it was read from."""
     if isinstance(given, Manifest):
@@ -307,6 +335,7 @@ def _read_manifest(
         source = sources.find(given if is_source(given) else manifests.text_path(given))
         return Manifest.read(source), source
     except (errors.SourceError, errors.FormatError) as error:
+        error.message = "; ".join([error.message, *notes])
         # What is wrong with the checkpoint itself must not hide behind its manifest.
         if required and not seen.problems:
             raise
@@ -351,6 +380,16 @@ def _replaced(given: Sequence[Source]) -> list[Problem]:
     return found
 
 
+def _removed(paths: Sequence[str]) -> list[str]:
+    """Removes manifests of old names; returns a note for each."""
+    for path in paths:
+        try:
+            os.unlink(path)
+        except OSError as error:
+            raise errors.from_target(error, path, "remove the old manifest") from error
+    return [f"removed: {path}, a manifest of what was there before" for path in paths]
+
+
 def _expected(
     seen: Headers, known: Manifest | None, sha256: Sums, *, of_tensors: bool, of_files: bool
 ) -> tuple[dict[Any, PublishedSum], list[Problem]]:
@@ -367,10 +406,14 @@ def _expected(
     differing: list[Problem] = []
     if known is not None:
         names = manifests.relative_names(files, seen.found.index_file)
+        single = seen.found.index_file is None and not _whole(seen.found)
         for file, name in names.items():
             if of_files and name in known.files:
                 sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))
         others = known.files.keys() ^ {*names.values()}
+        if part := single and manifests.part_of(known, names.values()):
+            seen.notes.append("the manifest is of more files, which were not looked at")
+            others = {*names.values()} - known.files.keys()
         if not of_tensors:
             what = "the file is in the manifest or in the checkpoint, and not in both"
             seen.problems += [Problem(what, name) for name in sorted(others)]
@@ -386,7 +429,7 @@ def _expected(
             differing.append(Problem(what, seen.file_of(info), info.name, wanted, found))
             expected.pop(info.name, None)
         what = "a tensor of the manifest is missing"
-        missing = [name for name in known.tensors if name not in seen.tensors]
+        missing = [name for name in known.tensors if name not in seen.tensors and not part]
         differing += [Problem(what, None, name) for name in missing]
     for number, source in enumerate(seen.sources):
         if source.name in sums:

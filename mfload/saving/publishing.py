@@ -73,15 +73,18 @@ class SaveTarget:
                 "a checkpoint exists already; overwrite=True replaces it",
                 file=place.at(old.found[0]),
             )
-        if self.sealed:
-            at = place.at(place.manifest(sharded=len(names) > 1))
-            manifest_files.check_target(at, overwrite=self.overwrite)
         theirs = [n for n in sorted(old.manifests) if manifest_files.is_manifest(place.at(n))]
         if theirs and not self.overwrite:
             raise errors.TargetExistsError(
-                "the manifest of another checkpoint is there; overwrite=True removes it",
+                "a manifest of an earlier checkpoint is there; overwrite=True removes it",
                 file=place.at(theirs[0]),
             )
+        if self.sealed and place.manifest not in theirs:
+            at = place.at(place.manifest)
+            manifest_files.check_target(at, overwrite=True)
+            if os.path.lexists(at):
+                what = "an earlier version gave the manifest of another checkpoint this name"
+                raise errors.TargetExistsError(what, file=at, expected="it to be moved")
         old = old._replace(manifests=frozenset(theirs))
         several = len(names) > 1 or old.sharded
         if place.linked is not None and not several:
@@ -175,8 +178,8 @@ class SaveTarget:
             theirs, draft = sorted(old.manifests), None
             if manifest is not None:
                 mode = _mode(map(place.at, theirs))
-                given = place.manifest(sharded=len(names) > 1), manifest
-                draft = manifest_files.draft(place, *given, self.mode if mode is None else mode)
+                given = manifest, self.mode if mode is None else mode
+                draft = manifest_files.draft(place, place.manifest, *given)
                 stack.callback(draft.discard)
             change = _Change(self, directory, drafts, layouts)
             with manifest_files.replaced(place, theirs, draft, directory, change.landed):
@@ -191,7 +194,7 @@ class SaveTarget:
                     f"{name} lies beside it: load {names[-1]} by its name, not the directory"
                 )
         at = None if draft is None else draft.shown
-        if gone := [name for name in theirs if place.at(name) != at]:
+        if gone := [path for path in map(place.at, theirs) if path != at]:
             notes.append(f"removed of the old checkpoint: {', '.join(gone)}")
         if at is not None:
             notes.append(f"checksums written to {at}")

@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from mfload import errors, sources
 from mfload.formats.base import FORMATS
-from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index, stem as shared_stem
+from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import encodable
+from mfload.saving import manifests
 from mfload.saving.layout import REPLACED
 from mfload.sources.local import kind_of
 
@@ -25,7 +26,6 @@ _FOREIGN = (
 )  # fmt: skip
 OTHERS = (*(suffix for suffix in FORMATS if suffix != SUFFIX), *_FOREIGN)
 """Ends of names by which files are taken for another format than the one that is written."""
-MANIFEST_SUFFIX = ".checksums.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,19 @@ class Location:
         """The name of the index of the shards."""
         return self.stem + INDEX_SUFFIX
 
-    def manifest(self, *, sharded: bool) -> str:
-        """The name of the manifest of what is written here (see `checking.manifest.beside`)."""
-        stem = self.stem if sharded else shared_stem(self.name, alone=True)
-        return (stem or "checkpoint") + MANIFEST_SUFFIX
+    @property
+    def manifest(self) -> str:
+        """The name of the manifest of checksums, of the single file and of shards."""
+        return manifests.named(self.name)
+
+    def manifests(self, files: Iterable[str] = ()) -> list[str]:
+        """Names of the manifests that lie here and hold for what has this name, and these files.
+
+        The checkpoint under other names than its own, as earlier versions gave them, and single
+        shards have some too.
+        """
+        index = self.index if self.stem else None
+        return manifests.lying(self.directory, {self.name, *files}, index)
 
     def names(self, count: int) -> list[str]:
         """Names of so many files: Hugging Face's if there are several."""
@@ -167,7 +176,7 @@ class Existing(NamedTuple):
         kept: Files to which other indexes in the directory lead.
         left: Files of writers that died, or have not finished: hidden ones, and shards that have a
             hidden name too while there is no index.
-        manifests: Files by the names of its manifest, as a single file or as several.
+        manifests: Names of its manifests.
         doubt: An index that can't be read: it may lead to any file, so that none may go.
     """
 
@@ -219,8 +228,9 @@ def look(place: Location) -> Existing:
     # While an index can't be read, the hidden files may be what it leads to.
     left = (hidden | early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
-    manifests = names & {place.manifest(sharded=sharded) for sharded in (False, True)}
-    return Existing(found, indexed or bool(placed), files, kept, left, manifests, doubt)
+    some = any(name.endswith(manifests.SUFFIX) for name in names)
+    theirs = frozenset(place.manifests(files) if some else ())
+    return Existing(found, indexed or bool(placed), files, kept, left, theirs, doubt)
 
 
 def _inode(path: str) -> int:

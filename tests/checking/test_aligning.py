@@ -236,17 +236,17 @@ def test_any_layout(
 
 def test_a_manifest_goes_along(source: Path, target: Path) -> None:
     mfload.verify(source, checksums="write")
-    old = Manifest.read(source.with_name("model.checksums.json"))
+    old = Manifest.read(source.with_name("model.safetensors.checksums.json"))
     done = mfload.align(source, target)
     assert "checksums written" in done.notes[-1]
-    made = Manifest.read(target / "model.checksums.json")
+    made = Manifest.read(target / "model.safetensors.checksums.json")
     assert made.tensors == old.tensors
     assert made.files.keys() == old.files.keys()
     assert made.files != old.files
     assert mfload.verify(target, checksums="check").checked[-1] == "sha256"
     mfload.align(source, overwrite=True)
     assert mfload.verify(source, checksums="check").ok
-    assert Manifest.read(source.with_name("model.checksums.json")) == made
+    assert Manifest.read(source.with_name("model.safetensors.checksums.json")) == made
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3", "sha256"])
@@ -263,7 +263,7 @@ def test_a_manifest_of_one_algorithm(
     assert info.value.file == os.fspath(source)
     source.write_bytes(raw)
     (path, *_) = mfload.align(source, **options).files
-    made = Manifest.read(Path(path).with_name("model.checksums.json"))
+    made = Manifest.read(Path(path).with_name("model.safetensors.checksums.json"))
     assert (made.hashed, bool(made.files)) == (algorithm == "xxh3", algorithm == "sha256")
     assert mfload.verify(path, checksums="check").data_checked
 
@@ -483,8 +483,8 @@ ALIGNING = """
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is promised, on Linux")
 def test_a_kill_in_place_leaves_the_whole_of_it(shards: Path) -> None:
     mfload.verify(shards, checksums="write")
-    known = Manifest(Manifest.read(shards / "model.checksums.json").tensors)
-    (shards / "model.checksums.json").unlink()
+    known = Manifest(Manifest.read(shards / "model.safetensors.checksums.json").tensors)
+    (shards / "model.safetensors.checksums.json").unlink()
     chance = random.Random()
     for _ in range(40 if os.environ.get("MFLOAD_SLOW") else 5):
         child = subprocess.Popen(
@@ -621,14 +621,14 @@ def test_a_manifest_that_can_t_be_written_at_the_end(
     monkeypatch.setattr(Draft, "publish", publish)
     with pytest.raises(errors.TargetError, match="checkpoint itself is whole") as info:
         mfload.align(source, target)
-    assert info.value.file == os.fspath(target / "model.checksums.json")
+    assert info.value.file == os.fspath(target / "model.safetensors.checksums.json")
     samples.assert_same(mfload.load(target, framework="numpy"), MODEL)
 
 
 def test_another_file_by_the_manifest_s_name_is_not_replaced(source: Path, target: Path) -> None:
     mfload.verify(source, checksums="write")
-    (target / "model.checksums.json").write_text("{}")
+    (target / "model.safetensors.checksums.json").write_text("{}")
     for overwrite in (False, True):
         with pytest.raises(errors.TargetExistsError):
             mfload.align(source, target, overwrite=overwrite)
-        assert _bytes(target) == {os.fspath(target / "model.checksums.json"): b"{}"}
+        assert _bytes(target) == {os.fspath(target / "model.safetensors.checksums.json"): b"{}"}

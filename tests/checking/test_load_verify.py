@@ -57,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Manifest]:
     path = samples.save(tmp_path_factory.mktemp("checking") / "m.safetensors", MODEL)
     mfload.verify(path, checksums="write")
-    return path.read_bytes(), Manifest.read(path.with_name("m.checksums.json"))
+    return path.read_bytes(), Manifest.read(path.with_name("m.safetensors.checksums.json"))
 
 
 def _spans(raw: bytes) -> dict[str, tuple[int, int]]:
@@ -339,7 +339,7 @@ def test_the_file_is_read_once(
     path = tmp_path / "m.safetensors"
     path.write_bytes(raw)
     mfload.verify(path, checksums="write")
-    manifest = path.with_name("m.checksums.json")
+    manifest = path.with_name("m.safetensors.checksums.json")
     options, counts = mfload.Options(engine=engine), []
     for given in (None, manifest):
         report = mfload.Report()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
@@ -173,38 +173,36 @@ def test_where_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [os.fspath(tmp_path / name) for name in names]
 
     shards = at("big-00001-of-00002.safetensors", "big-00002-of-00002.safetensors")
+    one = at("big-00001-of-00002.safetensors")
     cases = [
-        (at("model.safetensors"), None, "model"),
-        (shards, None, "big"),
-        (shards, at("other.safetensors.index.json")[0], "other"),
-        (at("sub/a.safetensors"), at("x.safetensors.index.json")[0], "x"),
-        (at("sub/a.safetensors"), at("list.json")[0], "a"),
-        (at("model.safetensors", "big-00001-of-00002.safetensors"), None, "checkpoint"),
-        (at("m-00001-of-00001.safetensors", "m.safetensors.index.json"), None, "m"),
-        (at("model_1.safetensors"), None, "model_1"),  # Beside model.safetensors, another model.
-        (at("consolidated.00.safetensors", "consolidated.01.safetensors"), None, "consolidated"),
+        (at("model.safetensors"), None, "model.safetensors"),
+        (at("model"), None, "model"),
+        (at("model.npz"), None, "model.npz"),
+        (at("model_1.safetensors"), None, "model_1.safetensors"),
+        (shards, None, "big.safetensors"),
+        (one, None, "big-00001-of-00002.safetensors"),  # Saved by itself, say, or looked at.
+        (shards, at("other.safetensors.index.json")[0], "other.safetensors"),
+        (at("sub/a.safetensors"), at("x.safetensors.index.json")[0], "x.safetensors"),
+        (at("sub/a.safetensors"), at("list.json")[0], "list.json"),
+        (at("m-00001-of-00001.safetensors", "m.safetensors.index.json"), None, "m.safetensors"),
     ]
     for files, index, name in cases:
         assert manifest.beside(files, index) == at(f"{name}.checksums.json")[0]
+    several = at("c.00.safetensors", "c.01.safetensors")
+    assert manifest.beside(several, whole=True) == at("checkpoint.checksums.json")[0]
+    (listed,) = {manifest.beside(several), manifest.beside(several[::-1])}
+    assert re.fullmatch(r"c\.00\.safetensors\+1-[0-9a-f]{12}\.checksums\.json", Path(listed).name)
+    assert manifest.beside([*several, *one]) != listed
+    url = "https://host/a/m%20x.safetensors?token=1"
+    assert manifest.beside([url]).endswith("/a/m x.safetensors.checksums.json")
+    assert manifest.relative_names([url], None) == {url: "m x.safetensors"}
     monkeypatch.chdir(tmp_path)
-    assert manifest.beside(["model.safetensors"]) == at("model.checksums.json")[0]
+    assert manifest.beside(["model.safetensors"]) == at("model.safetensors.checksums.json")[0]
 
 
 def test_it_is_taken_for_no_checkpoint(tmp_path: Path) -> None:
-    Manifest({}).write(tmp_path / "model.checksums.json")
+    Manifest({}).write(tmp_path / "model.safetensors.checksums.json")
     with pytest.raises(errors.SourceNotFoundError):
         mfload.open(tmp_path)
     with pytest.raises(errors.HeaderError):
-        mfload.open(tmp_path / "model.checksums.json")
-
-
-def test_the_name_that_earlier_versions_gave_is_read(tmp_path: Path) -> None:
-    """The manifest of w1 was w.checksums.json; beside a `w`, that is the manifest of `w`."""
-    path, old = tmp_path / "w1.safetensors", tmp_path / "w.checksums.json"
-    mfload.save({"x": np.ones(3)}, path)
-    mfload.verify(path, checksums="write", manifest=old)
-    assert mfload.verify(path, checksums="check").manifest == str(old)
-    mfload.save({"x": np.zeros(3)}, tmp_path / "w.safetensors", overwrite=True)
-    assert mfload.verify(path).manifest is None
-    mfload.verify(path, checksums="write")
-    assert (tmp_path / "w1.checksums.json").exists()
+        mfload.open(tmp_path / "model.safetensors.checksums.json")

@@ -150,7 +150,7 @@ def test_a_manifest_that_can_t_be_placed_says_that_the_checkpoint_is_whole(
     monkeypatch.setattr(Draft, "publish", publish)
     with pytest.raises(errors.TargetError, match="checkpoint itself is whole") as info:
         mfload.save(NEW, path, overwrite=True, checksums=True)
-    assert info.value.file == os.fspath(tmp_path / "model.checksums.json")
+    assert info.value.file == os.fspath(tmp_path / "model.safetensors.checksums.json")
     assert os.listdir(tmp_path) == ["model.safetensors"]
     samples.assert_same(mfload.load(path, "numpy"), NEW)
 
@@ -173,20 +173,25 @@ def test_a_full_disk_changes_nothing(
     monkeypatch.setattr(manifest_files, "draft", full)
     with pytest.raises(errors.TargetError, match="No space left"):
         _write(way, path)
-    assert (tmp_path / "model.checksums.json").read_bytes() == before
+    assert (tmp_path / "model.safetensors.checksums.json").read_bytes() == before
     assert mfload.verify(path, checksums="check").ok
     samples.assert_same(mfload.load(path, "numpy"), OLD)
     assert not _hidden(tmp_path)
 
 
-@pytest.mark.parametrize("limit", [None, 800])
-def test_a_name_that_is_too_long_for_a_manifest(limit: int | None, tmp_path: Path) -> None:
-    path = tmp_path / f"{'m' * 243}.safetensors"
-    for overwrite in (False, True):
-        with pytest.raises(errors.TargetError, match="name too long"):
-            mfload.save(NEW, path, checksums=True, overwrite=overwrite, max_shard_size=limit)
-        assert os.listdir(tmp_path) == []
-    mfload.save(NEW, path)
+def test_a_name_that_is_too_long(tmp_path: Path) -> None:
+    path, at = tmp_path / f"{'m' * 243}.safetensors", tmp_path / f"{'s' * 255}.json"
+    for given in (path.with_name(f"m{path.name}"), path):  # One that fits, but not its shards.
+        limit = 800 if given is path else None
+        for overwrite in (False, True):
+            with pytest.raises(errors.TargetError, match="name too long"):
+                mfload.save(NEW, given, checksums=True, overwrite=overwrite, max_shard_size=limit)
+            assert os.listdir(tmp_path) == []
+    mfload.save(NEW, path, checksums=True)
+    assert mfload.verify(path, checksums="check").ok
+    with pytest.raises(errors.TargetError, match="name too long"):
+        mfload.verify(path, checksums="write", manifest=at)
+    assert not _hidden(tmp_path)
 
 
 def test_a_manifest_without_its_checkpoint_is_not_kept_for_another(tmp_path: Path) -> None:
@@ -196,13 +201,13 @@ def test_a_manifest_without_its_checkpoint_is_not_kept_for_another(tmp_path: Pat
     for sums in (False, True):
         with pytest.raises(errors.TargetExistsError, match="overwrite=True"):
             mfload.save(NEW, path, checksums=sums)
-    assert os.listdir(tmp_path) == ["model.checksums.json"]
+    assert os.listdir(tmp_path) == ["model.safetensors.checksums.json"]
     mfload.save(NEW, path, overwrite=True)
     assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_a_file_that_is_no_manifest_stays(tmp_path: Path) -> None:
-    at = tmp_path / "model.checksums.json"
+    at = tmp_path / "model.safetensors.checksums.json"
     at.write_text("{}")
     for array in (OLD, NEW):
         saved = mfload.save(array, tmp_path / "model.safetensors", overwrite=True)
@@ -211,7 +216,7 @@ def test_a_file_that_is_no_manifest_stays(tmp_path: Path) -> None:
 
 
 def test_other_data_is_not_damage(tmp_path: Path) -> None:
-    path, at = tmp_path / "model.safetensors", tmp_path / "model.checksums.json"
+    path, at = tmp_path / "model.safetensors", tmp_path / "model.safetensors.checksums.json"
     for algorithm in ("xxh3", "sha256", "both"):
         mfload.save(OLD, path, checksums=algorithm, overwrite=True)
         text = at.read_text()
@@ -291,7 +296,7 @@ def test_threads_that_write_one_manifest(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failed
-    assert sorted(os.listdir(tmp_path)) == ["model.checksums.json", "model.safetensors"]
+    assert {*os.listdir(tmp_path)} == {path.name, f"{path.name}.checksums.json"}
 
 
 def test_what_a_killed_writer_of_a_manifest_left_goes(tmp_path: Path) -> None:
@@ -350,8 +355,9 @@ def test_a_source_without_a_manifest_leaves_no_old_one(call: str, tmp_path: Path
         done = mfload.ondemand.bundle(source, path, **rules, overwrite=True)
     else:
         done = getattr(mfload, call)(source, path, overwrite=True)
-    assert "removed of the old checkpoint: model.checksums.json" in done.notes
-    assert not (tmp_path / "model.checksums.json").exists()
+    at = tmp_path / "model.safetensors.checksums.json"
+    assert f"removed of the old checkpoint: {at}" in done.notes
+    assert not at.exists()
     assert mfload.verify(path).ok
 
 

@@ -51,7 +51,7 @@ def test_verify_finds_damage_that_a_load_does_not(name: str, path: Path) -> None
 def test_manifests_hold_what_is_stored(path: Path) -> None:
     assert mfload.verify(path, checksums="write").ok
     assert "checksums" in mfload.verify(path).checked
-    manifest = path.with_name("x.checksums.json")
+    manifest = path.with_name("x.npz.checksums.json")
     loaded = mfload.load(path, "numpy", verify=manifest, options=mfload.Options(threads=3))
     assert np.array_equal(loaded["f"], _ARRAYS["f"])
     with mfload.open(path, framework="numpy") as opened:

@@ -32,7 +32,7 @@ def test_a_sound_checkpoint(run: Run, model: Path) -> None:
 def test_checksums_written_checked_and_broken(run: Run, model: Path) -> None:
     ran = run("verify", model, "--checksums", "write")
     assert ran.code == 0
-    assert f"manifest  {model.with_name('model.checksums.json')}" in ran.out
+    assert f"manifest  {model.with_name('model.safetensors.checksums.json')}" in ran.out
     assert run("verify", model, "--checksums", "check").code == 0
     assert run("load", model).code == 0
     _flip(model)
@@ -55,7 +55,7 @@ def test_checksums_written_checked_and_broken(run: Run, model: Path) -> None:
 
 
 def test_one_algorithm(run: Run, model: Path) -> None:
-    at = model.with_name("model.checksums.json")
+    at = model.with_name("model.safetensors.checksums.json")
     for algorithm in ("xxh3", "sha256"):
         ran = run("verify", model, "--checksums", "write", "--overwrite", "--algorithm", algorithm)
         assert ran.code == 0

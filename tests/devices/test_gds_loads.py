@@ -186,7 +186,7 @@ class TestRoute:
     ) -> None:
         mfload.verify(path, checksums="write")
         device = FakeDevice((2, 0), "cuda:0")
-        manifest = path.with_name("model.checksums.json")
+        manifest = path.with_name("model.safetensors.checksums.json")
         found, report = _load(path, device, monkeypatch, engine="gds", verify=manifest)
         samples.assert_same(found, MODEL)
         assert report.route[0][1] == "pinned"

@@ -183,7 +183,7 @@ def test_parts_cannot_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     pytest.importorskip("xxhash")
     path = samples.save(tmp_path / "model.safetensors", MODEL)
     mfload.verify(path, checksums="write")
-    manifest = path.with_name("model.checksums.json")
+    manifest = path.with_name("model.safetensors.checksums.json")
     # Shardings that leave something out need several processes.
     monkeypatch.setattr("mfload.mesh.base.stored_bytes", lambda _: 0)
     with pytest.raises(errors.UsageError, match="whole tensors"):

@@ -95,10 +95,25 @@ class TestEveryCall:
         path = tmp_path / "model.safetensors"
         path.write_bytes(raw)
         mfload.verify(path, checksums="write")
-        server.files["/model.checksums.json"] = (tmp_path / "model.checksums.json").read_bytes()
+        server.files["/model.safetensors.checksums.json"] = (
+            tmp_path / "model.safetensors.checksums.json"
+        ).read_bytes()
         found = mfload.verify(server.url(), against=path)
         assert found.ok
         assert set(found.checked) >= {"checksums", "against"}
+        found = mfload.verify(server.url() + "?token=x", algorithm="sha256")
+        assert found.ok
+        assert found.checked[-1] == "sha256"
+        # The name that earlier versions gave counts if the manifest has this file.
+        known = server.files.pop("/model.safetensors.checksums.json")
+        server.files["/model.checksums.json"] = known
+        found = mfload.verify(server.url())
+        assert str(found.manifest).endswith("/model.checksums.json")
+        server.files["/model.checksums.json"] = known.replace(b"model.safe", b"model-2.safe")
+        found = mfload.verify(server.url())
+        assert found.manifest is None
+        assert "is for other files" in "; ".join(found.notes)
+        server.files["/model.safetensors.checksums.json"] = known
         broken = bytearray(raw)
         broken[-1] ^= 1
         server.files["/model.safetensors"] = bytes(broken)

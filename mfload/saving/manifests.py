@@ -1,0 +1,151 @@
+"""How manifests of checksums are named, and which of them lie at a place.
+
+A manifest has the whole name of what it is for, and `.checksums.json` at its end:
+
+| of | name |
+|---|---|
+| a file, such as `ckpt-100.safetensors` or `a.npz` | `ckpt-100.safetensors.checksums.json` |
+| shards, with an index or without | that of the file that they were cut from |
+| another index, `list.json` | `list.json.checksums.json` |
+| several files in a list | the first one's, how many more, and a hash of their names |
+| a directory that is read as a whole | `checkpoint.checksums.json` in it |
+
+Only `-00001-of-00002` is the number of a shard. Earlier versions left out endings of formats, and
+numbers too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Sequence
+
+from mfload import errors, sources
+from mfload.formats import discovery, strict_json
+from mfload.formats.base import FORMATS
+from mfload.formats.discovery import INDEX_SUFFIX
+
+SUFFIX = ".checksums.json"
+LONGEST = 240
+"""Bytes of the longest name: file systems take 255, and hidden names of drafts are longer."""
+MAX_SIZE = 256 << 20
+"""Bytes of the longest manifest that is read: some two million tensors."""
+
+_SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<total>[0-9]+)(?P<end>\.[^.]+)?", re.DOTALL)
+_WHOLE = "checkpoint"
+
+
+def named(name: str) -> str:
+    """The name of the manifest of what has this name; a long one is cut, with a hash at its end."""
+    raw, most = os.fsencode(name), LONGEST - len(SUFFIX)
+    if len(raw) > most:
+        end = f"-{_hash(raw)}"
+        # A character is not cut in two.
+        name = raw[: most - len(end)].decode("utf-8", "ignore") + end
+    return name + SUFFIX
+
+
+def as_text(name: str) -> str:
+    """What a manifest calls a file: its name, with escapes for bytes that are not text."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def saved_as(name: str) -> str:
+    """The name of the checkpoint that a file belongs to: of a shard, and of an index, its set's."""
+    if name.endswith(INDEX_SUFFIX):
+        return name.removesuffix(".index.json")
+    shard = _SHARD.fullmatch(name)
+    return name if shard is None else shard["stem"] + (shard["end"] or "")
+
+
+def incomplete(names: Collection[str]) -> bool:
+    """Whether these files are some of the shards of one checkpoint, and not all."""
+    shards = list(map(_SHARD.fullmatch, names))
+    return all(shard is not None and len(names) < int(shard["total"]) for shard in shards)
+
+
+def names_of(names: Sequence[str], index: str | None = None, *, whole: bool = False) -> list[str]:
+    """Names that a manifest of these files may have: the one that is written, then others.
+
+    Args:
+        names: Of the files, relative to their directory.
+        index: Name of the index that leads to them.
+        whole: Whether a directory was named, and these are what it holds.
+    """
+    base, made = [os.path.basename(name) for name in names], {*map(saved_as, names)}
+    if index is not None:
+        first = saved_as(index)
+    elif len(names) == 1:
+        first = base[0]
+    elif len(made) == 1 and made.isdisjoint(names):
+        first = os.path.basename(made.pop())
+    elif whole:
+        first = _WHOLE
+    else:
+        several = "\0".join(sorted(names)).encode("utf-8", "surrogateescape")
+        first = f"{min(base)}+{len(names) - 1}-{_hash(several)}"
+    others = [saved_as(base[0])] if index is None and len(names) == 1 else []
+    found = [first, *others, *([_WHOLE] if whole else ())]
+    return list(dict.fromkeys([*map(named, found), *_old_names(base, index)]))
+
+
+def rivals(directory: str, manifest: str, names: Collection[str]) -> list[str]:
+    """Files of other checkpoints in a directory for which earlier versions used a manifest's name.
+
+    `names` are those of the own files, and of the index.
+    """
+    try:
+        listed = sorted(os.listdir(directory))
+    except OSError:
+        return []
+    ours = {as_text(saved_as(name)) for name in names}
+    files = [n for n in listed if n.endswith((*FORMATS, INDEX_SUFFIX)) and n[0] != "."]
+    others = [n for n in files if as_text(saved_as(n)) not in ours]
+    return [n for n in others if manifest in _old_names([n], n)]
+
+
+def lying(directory: str, names: Collection[str], index: str | None = None) -> list[str]:
+    """Names of the manifests in a directory that are of these files, and of no others.
+
+    These are the ones to remove when all of the files, which are of one checkpoint, are replaced.
+    """
+    new = {*map(named, names)}
+    old = {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
+    found: list[str] = []
+    for name in sorted(new | old):
+        if not os.path.isfile(os.path.join(directory, name)):
+            continue
+        own = name in new and not rivals(directory, name, [*names, index or ""])
+        if own or _is_of(directory, name, names, index):
+            found.append(name)
+    return found
+
+
+def _is_of(directory: str, manifest: str, names: Collection[str], index: str | None) -> bool:
+    """Whether a manifest is of these files alone, by the files that it names."""
+    path = os.path.join(directory, manifest)
+    try:
+        source = sources.find(path)
+        table = strict_json.loads(source.read(0, min(source.size, MAX_SIZE)), path, "manifest")
+        files = {*table.get("files", ())}
+    except (errors.MfloadError, AttributeError, TypeError):
+        return False  # Nothing tells.
+    if files:
+        return files <= {*map(as_text, names)}
+    return not incomplete(names) and not rivals(directory, manifest, [*names, index or ""])
+
+
+def _old_names(names: Sequence[str], index: str | None = None) -> list[str]:
+    """What earlier versions called the manifest of these files, the last one first."""
+    if index is not None and index.endswith(INDEX_SUFFIX):
+        return [index.removesuffix(INDEX_SUFFIX) + SUFFIX]
+    found: list[str] = []
+    for alone in (len(names) == 1, False):
+        stems = {discovery.stem(name, alone=alone) for name in names}
+        found.append(((stems.pop() if len(stems) == 1 else "") or _WHOLE) + SUFFIX)
+    return found
+
+
+def _hash(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()[:12]
