@@ -689,11 +689,11 @@ def save(
         max_shard_size: Bytes of tensors in a file, or "5GB", "500MiB". A larger checkpoint goes to
             files named as in `model-00001-of-00003.safetensors`, with an index beside them. A
             larger tensor has a file of its own.
-        checksums: Whether to read the files back and write a manifest of checksums beside them,
-            as `mfload.verify(path, checksums="write")` does; or which: "xxh3", "sha256" or "both".
-        overwrite: Whether an existing checkpoint is replaced: the file, the index, and the
-            shards that it names (without an index, one complete set of them). Other files
-            are never touched; the notes name those that were removed.
+        checksums: Whether to read the files back from the disk, compare them, and publish them
+            with a manifest of checksums beside them; or which: "xxh3", "sha256" or "both".
+        overwrite: Whether an existing checkpoint is replaced: the file, the index, the shards
+            that it names (without an index, one complete set of them), and its manifest. Other
+            files are never touched; the notes name those that were removed.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         timeout: Seconds that the processes of a mesh have for the save. Default: ten minutes until
             all have made the call, then no limit; a process that fails or is gone ends it in all.

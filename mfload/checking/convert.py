@@ -55,7 +55,8 @@ def convert(
     kept, also the tree that `mfload.restore` rebuilds. Integers of 2 and 4 bits, which safetensors
     lacks, become 8-bit ones, with a note. The new files are read back from the disk
     and compared before they get their names, all of them at once. If a manifest lies beside the
-    source, the source is compared with it, and one is written for the new files.
+    source, the source is compared with it, and one is published with the new files; the one of what
+    is replaced goes.
 
     To a directory, the files that lie beside the weights of a Hugging Face model go as well:
     config, tokenizer, chat template, the code of the model (which is not run), licence and README,
@@ -123,8 +124,8 @@ def align(
     The data of each file begins on a multiple of `align`, and tensors lie on multiples of 64
     bytes where their sizes allow it. The new files are read back from the disk and compared
     before they get their names. Metadata is kept, and so are tensors of unknown dtypes. If a
-    manifest lies beside the source, the source is compared with it, and one is written for the
-    new files. What lies beside the weights goes to another directory as with `convert`.
+    manifest lies beside the source, the source is compared with it, and one is published with the
+    new files; the one of what is replaced goes. What lies beside the weights goes to another directory as with `convert`.
 
     Unlike `convert`, it can replace the source, and leaves nothing if it is killed.
 

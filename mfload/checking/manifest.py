@@ -131,6 +131,11 @@ class Manifest:
         return _parse(table, source.name)
 
     @property
+    def names(self) -> set[str]:
+        """Paths of the files that it was made of; empty if it does not say."""
+        return {*self.files, *self.identity}
+
+    @property
     def hashed(self) -> bool:
         """Whether it has checksums of tensors."""
         return all(entry.digest is not None for entry in self.tensors.values())
@@ -309,7 +314,7 @@ def older(files: Sequence[str], index: str | None, *, whole: bool, tensors: Tens
         with contextlib.suppress(errors.SourceError, errors.FormatError):
             known = Manifest.read(path)
             rivals = _rivals(path, names, index)
-            same = {*known.files} == names if known.files else not manifests.incomplete(names)
+            same = known.names == names if known.names else not manifests.incomplete(names)
             if same and _misfit(known, names, rivals, tensors) is None:
                 found.append(path)
     return found
@@ -329,11 +334,11 @@ def _misfit(
     """
     if tensors is None:
         # Of renamed files, or of others before: the caller compares.
-        foreign = known.files.keys().isdisjoint(names) and not known.files.keys().isdisjoint(rivals)
-        return f"it has {brief(min(known.files))}" if foreign else None
-    if known.files:
-        missing = sorted({*names} - known.files.keys())
-        return f"it has {brief(min(known.files))}, not {brief(missing[0])}" if missing else None
+        foreign = known.names.isdisjoint(names) and not known.names.isdisjoint(rivals)
+        return f"it has {brief(min(known.names))}" if foreign else None
+    if known.names:
+        missing = sorted({*names} - known.names)
+        return f"it has {brief(min(known.names))}, not {brief(missing[0])}" if missing else None
     if rivals:
         return f"it may be of {brief(rivals[0])}"
     held = tensors()
@@ -343,9 +348,9 @@ def _misfit(
 
 def part_of(known: Manifest, names: Collection[str]) -> bool:
     """Whether files of these names are a part of those that a manifest is of."""
-    if known.files.keys().isdisjoint(names):
+    if known.names.isdisjoint(names):
         return manifests.incomplete(names)
-    return {*names} < known.files.keys()
+    return {*names} < known.names
 
 
 def identify(

@@ -364,6 +364,7 @@ def _of_other_data(
         return differing
     file, (expected, found) = next(iter(others.items()))
     left = [each for each in differing if each.file in numbers and each.file not in others]
+    left = [] if seen.found.directory is not None else left  # It is written as a whole.
     return [Problem(OTHER_DATA, file, None, expected, found), *left]
 
 

@@ -128,7 +128,7 @@ def _is_of(directory: str, manifest: str, names: Collection[str], index: str | N
     try:
         source = sources.find(path)
         table = strict_json.loads(source.read(0, min(source.size, MAX_SIZE)), path, "manifest")
-        files = {*table.get("files", ())}
+        files = {*table.get("files", ()), *table.get("identity", ())}
     except (errors.MfloadError, AttributeError, TypeError):
         return False  # Nothing tells.
     if files:

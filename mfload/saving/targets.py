@@ -176,8 +176,8 @@ class Existing(NamedTuple):
         kept: Files to which other indexes in the directory lead.
         left: Files of writers that died, or have not finished: hidden ones, and shards that have a
             hidden name too while there is no index.
-        manifests: Names of its manifests.
         doubt: An index that can't be read: it may lead to any file, so that none may go.
+        manifests: Names of its manifests.
     """
 
     found: list[str]
@@ -185,8 +185,8 @@ class Existing(NamedTuple):
     files: frozenset[str]
     kept: frozenset[str]
     left: frozenset[str]
-    manifests: frozenset[str]
     doubt: str | None = None
+    manifests: frozenset[str] = frozenset()
 
 
 def look(place: Location) -> Existing:
@@ -230,7 +230,7 @@ def look(place: Location) -> Existing:
     files = (placed - kept) | ({place.name} & names)
     some = any(name.endswith(manifests.SUFFIX) for name in names)
     theirs = frozenset(place.manifests(files) if some else ())
-    return Existing(found, indexed or bool(placed), files, kept, left, theirs, doubt)
+    return Existing(found, indexed or bool(placed), files, kept, left, doubt, theirs)
 
 
 def _inode(path: str) -> int:

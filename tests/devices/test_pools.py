@@ -112,7 +112,7 @@ def test_a_witness_sees_bytes_in_order(tmp_path: Path, threads: int) -> None:
     path = samples.save(tmp_path / "m.safetensors", {"w": whole})
     mfload.verify(path, checksums="write")
     index, sources = checkpoint.read(path)
-    check = ManifestCheck(tmp_path / "m.checksums.json", index, [index["w"]])
+    check = ManifestCheck(tmp_path / "m.safetensors.checksums.json", index, sources, [index["w"]])
     loader = session.Loader(
         index, sources, arrays.Arrays(*_devices(2)), LoadOptions(threads=threads)
     )
