@@ -125,7 +125,8 @@ def align(
     bytes where their sizes allow it. The new files are read back from the disk and compared
     before they get their names. Metadata is kept, and so are tensors of unknown dtypes. If a
     manifest lies beside the source, the source is compared with it, and one is published with the
-    new files; the one of what is replaced goes. What lies beside the weights goes to another directory as with `convert`.
+    new files; the one of what is replaced goes. What lies beside the weights goes to another
+    directory as with `convert`.
 
     Unlike `convert`, it can replace the source, and leaves nothing if it is killed.
 

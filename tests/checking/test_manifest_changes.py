@@ -7,7 +7,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def test_the_name_of_a_manifest_is_synced(
 
 
 @contextmanager
-def _gone_after(calls: int) -> Iterator[list[str]]:
+def _gone_after(calls: int) -> Generator[list[str]]:
     """The disk is gone after so many changes of names: as after a kill, nothing is cleaned up."""
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
@@ -351,7 +351,7 @@ def test_a_source_without_a_manifest_leaves_no_old_one(call: str, tmp_path: Path
     mfload.save(NEW, source)
     if call == "bundle":
         mfload.save({"up0": np.ones((4, 3)), "down0": np.ones((3, 4))}, source, overwrite=True)
-        rules = {"up": r"up(\d)", "down": r"down(\d)"}
+        rules: Any = {"up": r"up(\d)", "down": r"down(\d)"}
         done = mfload.ondemand.bundle(source, path, **rules, overwrite=True)
     else:
         done = getattr(mfload, call)(source, path, overwrite=True)
@@ -431,7 +431,7 @@ def test_a_replaced_checkpoint_is_not_called_damaged(
     """The manifest is read after the headers: it may be of what has their place by then."""
     path = tmp_path / "model.safetensors"
     mfload.save(OLD, path, checksums=True)
-    real = verifying._read_manifest
+    real = vars(verifying)["_read_manifest"]
 
     def late(*given: Any, **more: Any) -> Any:
         mfload.save({**NEW, "c": np.ones(3)}, path, overwrite=True, checksums=True)
