@@ -250,9 +250,9 @@ def find(
     for place in places:
         rivals: list[str] = []
         if isinstance(place, str):
-            rivals = _rivals(place, names, index)
             if not os.path.lexists(place):
                 continue
+            rivals = _rivals(place, names, index)
             if place == places[0] and not rivals:
                 break
         try:
