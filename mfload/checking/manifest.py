@@ -267,9 +267,9 @@ def find(
     for place in places:
         rivals: list[str] = []
         if isinstance(place, str):
-            rivals = _rivals(place, names, index)
             if not os.path.lexists(place):
                 continue
+            rivals = _rivals(place, names, index)
             if place == places[0] and not rivals:
                 break
         try:
@@ -309,20 +309,26 @@ def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
 def older(files: Sequence[str], index: str | None, *, whole: bool, tensors: Tensors) -> list[str]:
     """Paths of manifests of exactly these files that have another name than `beside` gives."""
     found: list[str] = []
-    names = {*relative_names(files, index).values()}
+    names = [*relative_names(files, index).values()]
     for path in filter(os.path.isfile, _places(files, index, whole=whole)[1:]):
         with contextlib.suppress(errors.SourceError, errors.FormatError):
             known = Manifest.read(path)
             rivals = _rivals(path, names, index)
-            same = known.names == names if known.names else not manifests.incomplete(names)
+            same = known.names == {*names} if known.names else not manifests.incomplete(names)
             if same and _misfit(known, names, rivals, tensors) is None:
                 found.append(path)
     return found
 
 
-def _rivals(path: str, names: Iterable[str], index: str | None) -> list[str]:
-    own = [*names, os.path.basename(index or "")]
-    return manifests.rivals(*os.path.split(path), own)
+def _rivals(path: str, names: Sequence[str], index: str | None) -> list[str]:
+    """Other checkpoints in the directory of a manifest that it may be of."""
+    directory, name = os.path.split(path)
+    found = manifests.rivals(directory, name, [*names, os.path.basename(index or "")])
+    if manifests.incomplete(names):
+        # Not shards of it, but the file that has the name of their set.
+        single = manifests.saved_as(names[0])
+        found += [single] if os.path.lexists(os.path.join(directory, single)) else []
+    return found
 
 
 def _misfit(

@@ -336,7 +336,7 @@ def from_index(index: Source) -> CheckpointFiles:
     files: dict[str, Source] = {}
     problems: list[str] = []
     for shard in sorted(held):
-        problem = _outside(shard)
+        problem = outside(shard)
         if problem is None:
             try:
                 # One shard may be spelled in several ways (x, ./x) and is still one file.
@@ -404,7 +404,8 @@ def read_index(source: Source) -> dict[str, Any]:
     return table
 
 
-def _outside(name: str) -> str | None:
+def outside(name: str) -> str | None:
+    """Why a name in an index is not one below its directory; None if it is."""
     # Only the name is judged: the links with which the Hugging Face cache lays its snapshots do
     # lead elsewhere, and were made by the owner of the directory.
     parts = re.split(r"[/\\]", name)

@@ -62,7 +62,7 @@ def saved_as(name: str) -> str:
 def incomplete(names: Collection[str]) -> bool:
     """Whether these files are some of the shards of one checkpoint, and not all."""
     shards = list(map(_SHARD.fullmatch, names))
-    return all(shard is not None and len(names) < int(shard["total"]) for shard in shards)
+    return bool(shards) and all(each and len(names) < int(each["total"]) for each in shards)
 
 
 def names_of(names: Sequence[str], index: str | None = None, *, whole: bool = False) -> list[str]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from mfload import errors, sources
 from mfload.formats.base import FORMATS
-from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
+from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, outside, read_index
 from mfload.formats.strict_json import encodable
 from mfload.saving import manifests
 from mfload.saving.layout import REPLACED
@@ -54,7 +54,7 @@ class Location:
     @property
     def stem(self) -> str:
         """What the names of shards and index begin with; empty if there can be none."""
-        fits = self.name.endswith(SUFFIX) and encodable(self.name)
+        fits = self.name.endswith(SUFFIX) and encodable(self.name) and outside(self.name) is None
         return self.name.removesuffix(SUFFIX) if fits else ""
 
     @property
@@ -84,7 +84,7 @@ class Location:
             raise errors.UsageError(
                 "shards need a name to count up from",
                 file=self.path,
-                expected=f"a name in UTF-8 that ends in {SUFFIX}",
+                expected=f"a name in UTF-8 that ends in {SUFFIX}, without ':'",
                 found=self.name,
             )
         return self.shards(count)

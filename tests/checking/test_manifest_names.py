@@ -174,6 +174,22 @@ def test_a_shard_and_the_manifest_of_its_set(algorithm: Any, tmp_path: Path) -> 
     assert "'b'" in told
 
 
+@pytest.mark.parametrize("algorithm", ["both", "xxh3", "sha256"])
+def test_a_shard_beside_the_single_file_that_replaced_its_set(
+    algorithm: Any, tmp_path: Path
+) -> None:
+    shard = _written(tmp_path, "model-00001-of-00002.safetensors", 1)
+    path = tmp_path / "model.safetensors"
+    mfload.save(_arrays(2), path, checksums=algorithm, overwrite=True)
+    found = mfload.verify(shard)
+    assert found.ok
+    assert found.manifest is None
+    assert "is for other files" in "\n".join(found.notes)
+    mfload.verify(shard, checksums="write")
+    assert mfload.verify(shard, checksums="check").ok
+    assert mfload.verify(path, checksums="check").ok
+
+
 def test_a_lost_file_of_a_directory_is_told(tmp_path: Path) -> None:
     for number in range(3):
         mfload.save({f"t{number}": np.ones(3)}, tmp_path / f"consolidated.0{number}.safetensors")

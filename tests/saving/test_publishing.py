@@ -525,8 +525,10 @@ class TestNotOurs:
         assert (tmp_path / "config.json").read_text() == "mine"
         assert (tmp_path / "run-3-of-10.safetensors").read_text() == "mine"
 
-    def test_a_name_that_is_not_utf_8(self, tmp_path: Path) -> None:
-        path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.safetensors")
+    @pytest.mark.parametrize("name", [b"\xff", b"a:b", b"http:x", b"\\x", b"..\\x"])
+    def test_a_name_to_which_no_index_leads(self, name: bytes, tmp_path: Path) -> None:
+        """It is not UTF-8, or a load would take it for a path out of the directory."""
+        path = os.fsdecode(os.path.join(os.fsencode(tmp_path), name + b".safetensors"))
         with pytest.raises(errors.UsageError, match="UTF-8"):
             mfload.save(NEW, path, max_shard_size=9000)
         assert os.listdir(tmp_path) == []
