@@ -190,17 +190,8 @@ class Manifest:
             f' "tensors": {tensors},\n "files": {files},\n "identity": {identity}\n}}\n'
         )
 
-    def write(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        check: Callable[[], object] = lambda: None,
-    ) -> None:
-        """Writes it, all or nothing; once it returns, the manifest outlives a loss of power.
-
-        `check` is called right before it gets its name, while no save of mfload changes the files
-        beside it; the manifest is not written if it raises.
+    def write(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Writes it, all or nothing; once it returns, it outlives a loss of power.
 
         Raises:
             UsageError: The name is one of a checkpoint.
@@ -208,13 +199,28 @@ class Manifest:
                 other than a manifest.
             TargetError: It can't be written.
         """
-        name = os.path.abspath(text_path(path))
-        publishing.write_manifest(name, self.text().encode(), overwrite=overwrite, check=check)
+        write(self, path, overwrite=overwrite)
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" from {self.path}"
         tensors = errors.counted(len(self.tensors), "tensor")
         return f"<mfload manifest{where}: {tensors}, {errors.counted(len(self.files), 'file')}>"
+
+
+def write(
+    made: Manifest,
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    check: Callable[[], object] | None = None,
+) -> None:
+    """Writes a manifest (see `Manifest.write`).
+
+    `check` is called right before it gets its name, while no save of mfload changes the files
+    beside it; the manifest is not written if it raises.
+    """
+    name = os.path.abspath(text_path(path))
+    publishing.write_manifest(name, made.text().encode(), overwrite=overwrite, check=check)
 
 
 def text_path(path: Any) -> str:

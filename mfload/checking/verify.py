@@ -262,7 +262,7 @@ def verify(
         by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
         made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
         check = partial(scanning.check_unchanged, seen.sources, numbers, how)
-        made.write(target, overwrite=overwrite, check=check)
+        manifests.write(made, target, overwrite=overwrite, check=check)
         seen.notes += _removed(replaced)
     checked = {
         "headers": True,

@@ -229,7 +229,8 @@ def write_manifest(path: str, text: bytes, *, overwrite: bool, check: Callable[[
         with contextlib.ExitStack() as stack:
             stack.callback(draft.discard)
             manifest_files.check_target(path, overwrite=overwrite)  # It may have come meanwhile.
-            check()
+            if check is not None:
+                check()
             manifest_files.publish(draft, directory, replace=overwrite)
 
 
