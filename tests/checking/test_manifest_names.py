@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -84,7 +85,7 @@ _OLD = {
 @pytest.mark.parametrize("name", _OLD)
 def test_old_names_are_read(name: str, algorithm: Any, tmp_path: Path) -> None:
     path, old = _written(tmp_path, name), tmp_path / f"{_OLD[name]}.checksums.json"
-    mfload.verify(path, checksums="write", manifest=old, algorithm=algorithm)
+    _write_old(path, old, algorithm)
     found = mfload.verify(path, checksums="check")
     assert (found.ok, found.manifest) == (True, os.fspath(old))
     assert mfload.verify(tmp_path).manifest == os.fspath(old)
@@ -105,7 +106,7 @@ def test_old_names_are_read(name: str, algorithm: Any, tmp_path: Path) -> None:
 def test_the_old_manifest_of_another_is_passed_over(algorithm: Any, tmp_path: Path) -> None:
     first, second = (_written(tmp_path, f"ckpt-{n}00.safetensors", n) for n in (1, 2))
     old = tmp_path / "ckpt.checksums.json"
-    mfload.verify(first, checksums="write", manifest=old, algorithm=algorithm)
+    _write_old(first, old, algorithm)
     found = mfload.verify(second)
     assert found.ok
     assert found.manifest is None
@@ -126,7 +127,7 @@ def test_the_old_manifest_of_another_is_passed_over(algorithm: Any, tmp_path: Pa
 def test_other_tensors_are_of_another(tmp_path: Path) -> None:
     path, old = _written(tmp_path, "ckpt-100.safetensors"), tmp_path / "ckpt.checksums.json"
     mfload.save({"other": np.ones(2)}, tmp_path / "x.safetensors")
-    mfload.verify(tmp_path / "x.safetensors", checksums="write", algorithm="xxh3", manifest=old)
+    _write_old(tmp_path / "x.safetensors", old, "xxh3")
     found = mfload.verify(path)
     assert found.ok
     assert "its tensors are others" in "\n".join(found.notes)
@@ -234,7 +235,7 @@ def test_a_conversion_leaves_the_manifest_of_its_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["both", "xxh3"])
 def test_an_old_manifest_goes_when_its_data_is_aligned(algorithm: Any, tmp_path: Path) -> None:
     path, old = _written(tmp_path, "m.safetensors"), tmp_path / "m.checksums.json"
-    mfload.verify(path, checksums="write", manifest=old, algorithm=algorithm)
+    _write_old(path, old, algorithm)
     mfload.align(path, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "m.safetensors.checksums.json"]
     assert mfload.verify(path, checksums="check").ok
@@ -249,7 +250,7 @@ def test_an_old_manifest_goes_when_its_data_is_replaced(
     arrays = {"w": np.full(20, 1), "v": np.full(20, 2)}
     saved = mfload.save(arrays, tmp_path, max_shard_size=limit)
     path, old = saved.files[-1], tmp_path / "model.checksums.json"
-    mfload.verify(path, checksums="write", manifest=old, algorithm=algorithm)
+    _write_old(path, old, algorithm)
     assert mfload.verify(tmp_path, checksums="check").manifest == os.fspath(old)
     arrays["w"] += 1
     saved = mfload.save(arrays, tmp_path, max_shard_size=limit, overwrite=True, checksums=checksums)
@@ -295,7 +296,7 @@ def test_which_manifests_go_with_a_checkpoint(tmp_path: Path) -> None:
 def test_a_name_without_an_end_may_be_an_old_manifest_s(tmp_path: Path) -> None:
     first, second = _written(tmp_path, "ckpt-1.safetensors"), _written(tmp_path, "ckpt", 2)
     old = tmp_path / "ckpt.checksums.json"
-    mfload.verify(first, checksums="write", manifest=old)
+    _write_old(first, old)
     assert mfload.verify(second).manifest is None
     assert mfload.verify(first).manifest == os.fspath(old)
     for write in (
@@ -338,6 +339,15 @@ def _written(directory: Path, name: str, number: int = 1) -> Path:
     else:
         samples.save(path, _arrays(number))
     return path
+
+
+def _write_old(path: str | Path, old: Path, algorithm: Any = "both") -> None:
+    """Writes a manifest as earlier versions did."""
+    mfload.verify(path, checksums="write", manifest=old, algorithm=algorithm)
+    table = json.loads(old.read_text())
+    kept = ("algorithm", "tensors", "files")
+    made = {"mfload_checksums": 1} | {key: table[key] for key in kept if key in table}
+    old.write_text(json.dumps(made))
 
 
 @contextlib.contextmanager
