@@ -299,7 +299,7 @@ def _mode(paths: Iterable[str]) -> int | None:
     """Permissions of the first regular file among these paths; None if there is none."""
     for path in paths:
         with contextlib.suppress(OSError):
-            mode = os.lstat(path).st_mode
+            mode = os.stat(path).st_mode  # Of a link into a cache, the blob's.
             if stat.S_ISREG(mode):
                 return stat.S_IMODE(mode) & 0o777
     return None

@@ -316,6 +316,14 @@ class TestLinks:
         assert [found(link), found(first), found(second)] == ["new", "new", "old"]
         assert files(tmp_path / "blobs") == blobs
 
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_what_was_private_stays_so(self, limit: int | None, tmp_path: Path) -> None:
+        first, _ = snapshots(tmp_path, limit)
+        for blob in (tmp_path / "blobs").iterdir():
+            blob.chmod(0o600)
+        mfload.save(NEW, first, max_shard_size=limit, overwrite=True)
+        assert {stat.S_IMODE(path.lstat().st_mode) for path in first.iterdir()} == {0o600}
+
     def test_a_blob_that_was_cleaned_away_does_not_come_back(self, tmp_path: Path) -> None:
         first, second = snapshots(tmp_path, None)
         for blob in (tmp_path / "blobs").iterdir():
