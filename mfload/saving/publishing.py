@@ -174,8 +174,9 @@ class SaveTarget:
                 if change.committed:
                     told.message += "; the new checkpoint is whole, and loads by its index"
                 raise told from (None if told is error else error)
-        if links := sorted(n for n in links if os.path.exists(place.at(n))):
-            told = f"replaced links into a cache of blobs, the blobs stay: {_shown(links)}"
+        now = {n for n in links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))}
+        if now:
+            told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
             notes.append(told)
         if place.stem and os.path.exists(place.at(place.index)):
             names.append(place.index)
