@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +32,7 @@ class Scenario(NamedTuple):
         name: What the file is called; the directory is named where None.
         index: Whether the old checkpoint keeps its index.
         both: Whether a stale single file lies beside the old shards.
+        hub: Whether all files are links to blobs beside the directory, as in the hub's cache.
     """
 
     old: int | None
@@ -38,6 +40,7 @@ class Scenario(NamedTuple):
     name: str | None = None
     index: bool = True
     both: bool = False
+    hub: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -61,6 +64,11 @@ class Scenario(NamedTuple):
             mfload.save(old, self.path(folder), overwrite=True)
             for name, raw in files.items():
                 (folder / name).write_bytes(raw)
+        for path in folder.iterdir() if self.hub else ():
+            blob = folder.with_name("blobs") / hashlib.sha256(path.read_bytes()).hexdigest()
+            blob.parent.mkdir(exist_ok=True)
+            path.rename(blob)
+            path.symlink_to(blob)
 
     def save(self, folder: Path, new: Arrays) -> mfload.Saved:
         """Saves the new checkpoint."""
@@ -82,6 +90,9 @@ SCENARIOS = {
     "no-index-sharded": Scenario(9000, 9000, index=False),
     "both-single": Scenario(9000, None, both=True),
     "both-sharded": Scenario(9000, 14000, both=True),
+    "hub-single": Scenario(None, None, hub=True),
+    "hub-sharded": Scenario(9000, 14000, hub=True),
+    "hub-sharded-single": Scenario(9000, None, hub=True),
 }
 
 MODES = ["plain", "no-tmpfile", "no-links"]
@@ -137,6 +148,8 @@ def check(folder: Path, scenario: Scenario, old: Arrays, new: Arrays) -> str:
         AssertionError: Something is neither old nor new, or another file was touched.
     """
     assert (folder / "config.json").read_text() == '{"keep": true}'
+    for blob in folder.parent.glob("blobs/*"):
+        assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name
     choices = {"old": old, "new": new}
     path = folder / (scenario.name or "model.safetensors")
     whole = found(folder, choices)

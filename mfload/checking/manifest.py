@@ -37,6 +37,7 @@ from mfload.index import Index, Table, TensorInfo
 from mfload.saving import manifest_files, manifests, publishing
 from mfload.saving.manifests import MAX_SIZE
 from mfload.sources.base import Source
+from mfload.sources.local import place_of, resolved
 
 Algorithm = Literal["xxh3", "sha256", "both"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -219,7 +220,7 @@ def write(
     `check` is called right before it gets its name, while no save of mfload changes the files
     beside it; the manifest is not written if it raises.
     """
-    name = os.path.abspath(text_path(path))
+    name = place_of(text_path(path))
     publishing.write_manifest(name, made.text().encode(), overwrite=overwrite, check=check)
 
 
@@ -236,8 +237,8 @@ def beside(files: Sequence[str], index: str | None = None, *, whole: bool = Fals
     """The default path of a manifest, given the files of a checkpoint and its index.
 
     Of model.safetensors, of its index and of all its shards it is
-    `model.safetensors.checksums.json`: see `mfload.saving.manifests`. `whole` says that a directory
-    was named.
+    `model.safetensors.checksums.json`: see `mfload.saving.manifests`. It lies where the data is,
+    also if that is reached through symbolic links. `whole` says that a directory was named.
     """
     return _places(files, index, whole=whole)[0]
 
@@ -393,8 +394,10 @@ def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
 
 
 def _relative(files: Sequence[str], index: str | None) -> list[str]:
-    directory, paths = _directory(files, index), [os.path.abspath(_plain(file)) for file in files]
-    return [os.path.relpath(path, directory).replace(os.sep, "/") for path in paths]
+    paths = _data(files, index)
+    directory = _directory(paths)
+    names = (os.path.relpath(path, directory) for path in paths[: len(files)])
+    return [name.replace(os.sep, "/") for name in names]
 
 
 def _places(files: Sequence[str], index: str | None, *, whole: bool) -> list[str]:
@@ -403,12 +406,20 @@ def _places(files: Sequence[str], index: str | None, *, whole: bool) -> list[str
         files, index = files[:-1], files[-1]  # Of a save, whose index comes last.
     base = None if index is None else os.path.basename(_plain(index))
     names = manifests.names_of(_relative(files, index), base, whole=whole)
-    return [os.path.join(_directory(files, index), name) for name in names]
+    directory = _directory(_data(files, index))
+    return [os.path.join(directory, name) for name in names]
 
 
-def _directory(files: Sequence[str], index: str | None) -> str:
-    paths = [*files, index] if index else files
-    return os.path.commonpath([os.path.dirname(os.path.abspath(_plain(path))) for path in paths])
+def _data(files: Sequence[str], index: str | None) -> list[str]:
+    """Where the data of the files is, and the index; the links to them, if in several places."""
+    paths = [_plain(path) for path in ([*files, index] if index else files)]
+    places = [place_of(path) for path in paths]
+    apart = len({os.path.dirname(place) for place in places}) > 1
+    return [resolved(path) for path in paths] if apart else places
+
+
+def _directory(paths: Sequence[str]) -> str:
+    return os.path.commonpath([os.path.dirname(path) for path in paths])
 
 
 def _plain(name: str) -> str:

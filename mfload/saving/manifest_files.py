@@ -20,6 +20,7 @@ from mfload import errors
 from mfload.formats import discovery
 from mfload.saving.drafts import Draft, fsync
 from mfload.saving.targets import Location
+from mfload.sources.local import is_cached
 
 _MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
 _HEAD = 4096
@@ -40,7 +41,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
         return
     except OSError as error:
         raise errors.from_target(error, path, "look at the manifest") from error
-    if not (overwrite and stat.S_ISREG(mode) and is_manifest(path)):
+    if not (overwrite and (stat.S_ISREG(mode) or is_cached(path)) and is_manifest(path)):
         what = "the file exists already; overwrite=True replaces it if it is a manifest"
         raise errors.TargetExistsError(what, file=path)
 

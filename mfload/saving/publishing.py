@@ -111,7 +111,7 @@ class SaveTarget:
                     "name that index's checkpoint, or another target",
                     file=place.at(name),
                 )
-        place.check_names([*names, place.index])
+        place.check_names(sorted({*names, place.index, *old.files}))
         return old
 
     @contextmanager
@@ -176,6 +176,8 @@ class SaveTarget:
         with _locked(place.directory) as directory, contextlib.ExitStack() as stack:
             old = self._look(names)
             theirs, draft = sorted(old.manifests), None
+            # None of them is followed: `_look` refuses links into anything but a cache of blobs.
+            links = [n for n in {*names, place.index} if os.path.islink(place.at(n))]
             if manifest is not None:
                 mode = _mode(map(place.at, theirs))
                 given = manifest, self.mode if mode is None else mode
@@ -184,6 +186,10 @@ class SaveTarget:
             change = _Change(self, directory, drafts, layouts)
             with manifest_files.replaced(place, theirs, draft, directory, change.landed):
                 notes = self._put(change, old, names)
+        now = {n for n in links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))}
+        if now:
+            told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
+            notes.append(told)
         if place.stem and os.path.exists(place.at(place.index)):
             names.append(place.index)
         if place.whole:
@@ -286,8 +292,7 @@ class _Change:
             notes.append(f"of the old checkpoint, {place.at(left[0])} could not be removed")
         gone = [name for name in going if name not in left]
         if gone:
-            more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
-            notes.append(f"removed of the old checkpoint: {', '.join(gone[:_SHOWN])}{more}")
+            notes.append(f"removed of the old checkpoint: {_shown(gone)}")
         # The names are on disk before what leads to them. Without an index, a load of the
         # directory takes all files there are: it goes last, and only if the old ones are gone.
         files.fsync(self.directory)
@@ -313,6 +318,11 @@ class _Change:
             # Ctrl-C may have come right after the rename: the disk knows what is true.
             self.committed = self.committed or draft.is_at(path)
             draft.discard()
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _remove(paths: Iterable[str]) -> list[str]:
@@ -346,7 +356,7 @@ def _mode(paths: Iterable[str]) -> int | None:
     """Permissions of the first regular file among these paths; None if there is none."""
     for path in paths:
         with contextlib.suppress(OSError):
-            mode = os.lstat(path).st_mode
+            mode = os.stat(path).st_mode  # Of a link into a cache, the blob's.
             if stat.S_ISREG(mode):
                 return stat.S_IMODE(mode) & 0o777
     return None
