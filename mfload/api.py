@@ -703,11 +703,11 @@ def save(
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
 
     Raises:
-        TargetExistsError: A checkpoint exists, and `overwrite` is not set.
+        TargetExistsError: A checkpoint or its manifest exists, and `overwrite` is not set.
         UnsupportedArrayError: An array, or a leaf of the tree, can't be saved; nothing was written.
         ProcessError: Another process failed or is gone, saves something else, or made no call.
         UsageError: An argument is invalid, or two leaves of the tree have the same name.
-        WriteError: The disk is full, or failed.
+        WriteError: The disk is full, or failed, or gave back other bytes than were written.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
     from mfload.saving import save as saving

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from mfload import errors
+from mfload.checking import manifest as manifests
 from mfload.checking.manifest import Manifest
 from mfload.formats.base import Checksum
 from mfload.formats.strict_json import brief
@@ -274,7 +275,7 @@ def refuse(
     numbers = sorted({info.pieces[0].source for info, *_ in offenders})
     for number in numbers:
         sources[number].check()
-    for file, (expected, found) in manifest.others(numbers, sources, index).items():
+    for file, (expected, found) in manifests.others(manifest, numbers, sources, index).items():
         raise errors.ChecksumError(OTHER_DATA, file=file, expected=expected, found=found)
     named = [index.files[info.pieces[0].source] for info, *_ in offenders]
     first, expected, found = offenders[0]

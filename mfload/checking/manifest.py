@@ -157,27 +157,6 @@ class Manifest:
             elif digests is not None and entry.digest != digests[info.name]:
                 yield info, entry.digest or "a digest in the manifest", digests[info.name]
 
-    def others(
-        self, numbers: Iterable[int], sources: Sequence[Source], index: Index | Table
-    ) -> dict[str, tuple[str, str]]:
-        """Files that it was not made of, by path, with what it was made of and what they are.
-
-        None if it does not say so, or the headers can't be read again.
-        """
-        with contextlib.suppress(errors.SourceError):
-            found = identify(numbers, sources, index) if self.identity else {}
-            made = set(self.identity.values())
-            return {
-                sources[number].name: (self._made_of(sources[number].name), str(each))
-                for number, each in found.items()
-                if each not in made
-            }
-        return {}
-
-    def _made_of(self, path: str) -> str:
-        name, some = os.path.basename(path), ", ".join([*self.identity][:3])
-        return str(self.identity[name]) if name in self.identity else f"the data of {some}"
-
     def text(self) -> str:
         """The JSON as it is written."""
         hashed = f' "algorithm": "{ALGORITHM}",\n' if self.hashed else ""
@@ -386,6 +365,24 @@ def identify(
                 row = info.name, info.dtype.name, info.shape, *place
                 others[number].update(f"{row}\n".encode(errors="surrogatepass"))
     return {n: FileIdentity(sources[n].size, made.hexdigest()) for n, made in hashes.items()}
+
+
+def others(
+    made: Manifest, numbers: Iterable[int], sources: Sequence[Source], index: Index | Table
+) -> dict[str, tuple[str, str]]:
+    """Files that a manifest was not made of, by path: what it was made of, and what they are.
+
+    None if it does not say so, or the headers can't be read again.
+    """
+    known, some = set(made.identity.values()), ", ".join([*made.identity][:3])
+    found: dict[str, tuple[str, str]] = {}
+    with contextlib.suppress(errors.SourceError):
+        for number, each in identify(numbers if known else (), sources, index).items():
+            if each not in known:
+                path = sources[number].name
+                wanted = made.identity.get(os.path.basename(path), f"the data of {some}")
+                found[path] = str(wanted), str(each)
+    return found
 
 
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:

@@ -360,7 +360,7 @@ def _of_other_data(
     named = [numbers.get(each.file or "") for each in differing]
     # What is missing may be in any of them.
     looked = range(len(numbers)) if None in named else sorted({n for n in named if n is not None})
-    others = known.others(looked, seen.sources, seen.tensors)
+    others = manifests.others(known, looked, seen.sources, seen.tensors)
     if not others:
         return differing
     file, (expected, found) = next(iter(others.items()))

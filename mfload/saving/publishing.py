@@ -225,7 +225,9 @@ class SaveTarget:
         )
 
 
-def write_manifest(path: str, text: bytes, *, overwrite: bool, check: Callable[[], object]) -> None:
+def write_manifest(
+    path: str, text: bytes, *, overwrite: bool, check: Callable[[], object] | None
+) -> None:
     """Writes a manifest of files that are there already (see `checking.manifest`)."""
     manifest_files.check_target(path, overwrite=overwrite)
     place = Location(*os.path.split(path))

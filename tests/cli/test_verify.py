@@ -139,3 +139,12 @@ def test_names_that_would_colour_the_terminal(run: Run, tmp_path: Path) -> None:
     assert ran.code == 1
     assert "\x1b" not in ran.out
     assert "\\x1b" in ran.out
+
+
+def test_the_manifest_of_other_data(run: Run, model: Path) -> None:
+    assert run("verify", model, "--checksums", "write").code == 0
+    samples.save(model, {"other": np.ones(3)})
+    ran = run("verify", model)
+    assert ran.code == 1
+    assert ran.out.startswith("verified  1 problem\n")
+    assert "problem   the manifest is of other data" in ran.out
