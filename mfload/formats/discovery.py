@@ -7,7 +7,7 @@ import contextlib
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, sources
@@ -34,6 +34,7 @@ _WHOLE = frozenset({"model", "consolidated", "adapter_model", "pytorch_model",
                     "diffusion_pytorch_model", "pytorch_lora_weights", "optimizer"})  # fmt: skip
 
 _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
+_HIDDEN = ".mfload-"  # Of saves: see `unfinished`.
 _ONE_ARRAY = ".npy"
 _TREE = ".msgpack"
 _FILES = (SUFFIX, INDEX_SUFFIX, ".npz", _ONE_ARRAY, _TREE)
@@ -53,7 +54,10 @@ class CheckpointFiles:
         directory: What reads a checkpoint that is a directory, `name`, or stands for several
             sources: a `DirectoryFormat`, or the name of its module. It knows the files, and they
             are here once it was read.
+        notes: What a user should know of them.
     """
+
+    notes: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -252,6 +256,20 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         names = seen[0] if seen else _listed(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
+    if not any(name.startswith(_HIDDEN) for name in names):
+        return _of_names(directory, names)
+    from mfload.formats import unfinished
+
+    left = unfinished.shards(directory, names)
+    told = f"{unfinished.told(left)} (killed, or still writing)" if left else ""
+    found = _of_names(directory, [name for name in names if name not in left], told)
+    if told:
+        found.notes = (f"left out: {told}",)
+    return found
+
+
+def _of_names(directory: str, names: list[str], unfinished: str = "") -> CheckpointFiles:
+    """The checkpoint that files of these names make up; `unfinished` tells what was left out."""
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         from mfload.formats import base
 
@@ -267,6 +285,8 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
 
         names = hints.listed(directory)
         instead = hints.of_directory(directory, names) or hints.beside(names)
+        if unfinished:
+            instead = f"; it holds {unfinished}: saving there again removes them"
         raise errors.SourceNotFoundError(
             f"nothing to load in the directory{instead}",
             file=directory,
@@ -285,8 +305,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     choices = indexes
     whole = not _WHOLE.isdisjoint(stems) or any(name.endswith(_TREE) for name in files)
     if not indexes and (whole or len({*stems}) < len(stems)):
-        counted = [(next(iter(shards)), len(shards)) for shards in families.values()]
-        choices = [f"{name} … ({n} files)" if n > 1 else name for name, n in counted]
+        choices = [_choice(total, shards) for (*_, total), shards in families.items()]
     if len(choices) > 1:
         raise errors.CheckpointError(
             "several checkpoints side by side; name one of them, or list the files",
@@ -304,6 +323,14 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         ]
     paths = [os.path.join(directory, name) for name in files]
     return CheckpointFiles(paths, missing=tuple(missing), name=directory)
+
+
+def _choice(total: int | None, names: Collection[str]) -> str:
+    """What an error says of files that are numbered alike."""
+    name, count = next(iter(names)), len(names)
+    if total is not None and count < total:
+        return f"{name} … ({count} of {total} shards: if a save that was killed left them, remove)"
+    return f"{name} … ({count} files)" if count > 1 else name
 
 
 def stem(name: str, *, alone: bool = False) -> str:
