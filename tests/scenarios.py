@@ -86,7 +86,7 @@ class Scenario(NamedTuple):
         given: Any = {"max_shard_size": self.new, "overwrite": self.overwrite}
         if not self.convert:
             return mfload.save(new, self.path(folder), **given)
-        source = folder.parent / f"source of {next(reversed(new))}"
+        source = folder.parent / f"source of {list(new)[-1]}"
         if not source.exists():
             source.mkdir()
             for name, text in BESIDE.items():

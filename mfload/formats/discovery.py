@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, sources
-from mfload.formats import safetensors, strict_json
+from mfload.formats.safetensors import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import brief
 from mfload.load_options import LoadOptions
 from mfload.sources import PathOrBytes
@@ -24,9 +24,6 @@ State = tuple[list[str], list[Any]]
 
 _BYTES = (bytes, bytearray, memoryview)
 _SINGLE = (str, os.PathLike, *_BYTES)
-
-SUFFIX = ".safetensors"
-INDEX_SUFFIX = ".safetensors.index.json"
 
 # Names that stand for a whole checkpoint. Two of them side by side hold two versions of a model,
 # or a model and its adapter, and loading both is never what was meant.
@@ -327,10 +324,10 @@ def _of_names(directory: str, names: list[str], unfinished: str = "") -> Checkpo
 
 def _choice(total: int | None, names: Collection[str]) -> str:
     """What an error says of files that are numbered alike."""
-    name, count = next(iter(names)), len(names)
-    if total is not None and count < total:
-        return f"{name} … ({count} of {total} shards: if a save that was killed left them, remove)"
-    return f"{name} … ({count} files)" if count > 1 else name
+    name, n = next(iter(names)), len(names)
+    if n < (total or 0):
+        return f"{name} … ({n} of {total}; if a killed save left them, remove them)"
+    return f"{name} … ({n} files)" if n > 1 else name
 
 
 def stem(name: str, *, alone: bool = False) -> str:
@@ -395,40 +392,6 @@ def named_by_index(shard: str, problem: str, count: int, one: str) -> str:
     more = f"{errors.counted(count, 'tensor')}, {brief(one)} among them"
     held = more if count > 1 else f"tensor {brief(one)}"
     return f"{brief(shard)} is named by the index and {problem} ({held})"
-
-
-def read_index(source: Source) -> dict[str, Any]:
-    """The JSON of an index; its `weight_map` gives the file of each tensor.
-
-    Raises:
-        SourceError: It can't be read.
-        HeaderError: It is not an index.
-    """
-    if source.size > safetensors.MAX_HEADER:
-        raise errors.HeaderError(
-            "the index is over the limit",
-            file=source.name,
-            expected=f"at most {errors.amount(safetensors.MAX_HEADER)}",
-            found=errors.amount(source.size),
-        )
-    raw = source.read(0, source.size)
-    try:
-        table: Any = strict_json.loads(raw, source.name, "index")
-    except errors.HeaderError as error:
-        from mfload.formats import hints
-
-        if b"{" in raw[:8]:  # It is an index, and the error says what is wrong with it.
-            raise
-        raise hints.explain_file(error, source) from None
-    weights = table.get("weight_map") if isinstance(table, dict) else None
-    if not isinstance(weights, dict) or not {*map(type, weights.values())} <= {str}:
-        raise errors.HeaderError(
-            "not a checkpoint index",
-            file=source.name,
-            expected='{"weight_map": {name: file}}; or give the directory of the checkpoint',
-            found=brief(table),
-        )
-    return table
 
 
 def _outside(name: str) -> str | None:

@@ -16,7 +16,7 @@ from collections.abc import Collection
 
 from mfload import errors, sources
 from mfload.formats import safetensors
-from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
+from mfload.formats.safetensors import INDEX_SUFFIX, SUFFIX, read_index
 
 HIDDEN = ".mfload-"
 """Hidden names of a save begin with it."""

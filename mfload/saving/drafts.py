@@ -60,8 +60,8 @@ class Draft:
         lasting: Whether it has its hidden name from the start and keeps it, unless it is published,
             for a writer that goes on.
         resumed: Whether it was there already.
-        changed: When it was last changed, as all files of a save say, in nanoseconds. Default: when
-            its last byte was written.
+        changed: The time of change that the file gets, in nanoseconds. Default: that of its last
+            write.
     """
 
     changed: int | None = None

@@ -71,8 +71,8 @@ class SaveTarget:
             what = "a checkpoint exists already; overwrite=True replaces it"
             if not old.sharded and place.name not in old.found:
                 what = (
-                    "some shards of a checkpoint exist, and no index; if a save that was killed "
-                    "left them, remove them"
+                    "some shards of a checkpoint exist, and no index; if a killed save left them, "
+                    "remove them"
                 )
             raise errors.TargetExistsError(what, file=place.at(old.found[0]))
         several = len(names) > 1 or old.sharded
@@ -149,13 +149,13 @@ class SaveTarget:
         stay = [name for name in shards if os.path.lexists(place.at(name))]
         if stay and not self.overwrite:
             raise errors.TargetExistsError(
-                "a save that did not finish left shards, which could not be removed; if no process "
-                "is writing them any more, remove them",
+                "a save that did not finish left shards, which can't be removed; if no process is "
+                "writing them any more, remove them",
                 file=place.at(stay[0]),
-                found=", ".join(stay[:_SHOWN]),
+                found=unfinished.told(stay),
             )
         if shards:
-            self._notes = [f"removed {unfinished.told(shards)}"]
+            self._notes = [f"{'not ' if stay else ''}removed {unfinished.told(stay or shards)}"]
             # They go first, and their draft when that is on disk: it tells what they are.
             try:
                 files.fsync(directory)
@@ -251,7 +251,8 @@ class _Change:
                     with contextlib.suppress(OSError):
                         files.fsync(self.directory)
                 raise
-        files.fsync(self.directory)
+            # Before the hidden name of the index goes, if it is a second one.
+            files.fsync(self.directory)
 
     def replace(self, old: Existing, names: Sequence[str]) -> list[str]:
         """Replaces several files, or an index, by switching the index; returns notes."""
