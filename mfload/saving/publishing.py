@@ -125,7 +125,7 @@ class SaveTarget:
             # Under the lock, so that no other save takes a draft with a name for a leftover.
             with _locked(place.directory) as directory:
                 old = self._look(names)
-                self._remove_left(directory, old.left, ours)
+                self._clear(directory, old.left, ours)
                 self.mode = _mode(map(place.at, [place.name, *sorted(old.files)]))
                 for path, name, made in zip(paths, names, layouts, strict=True):
                     given = path, made.size, place.at(name), self.mode
@@ -141,7 +141,7 @@ class SaveTarget:
                     self._check_links(drafts[0])
             yield drafts
 
-    def _remove_left(self, directory: int, left: Iterable[str], ours: set[str]) -> None:
+    def _clear(self, directory: int, left: Iterable[str], ours: set[str]) -> None:
         """Removes what writers left that died; `ours` are paths to keep."""
         place = self.place
         shards = sorted(name for name in left if not name.startswith(place.hidden))
