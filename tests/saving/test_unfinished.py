@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import faults
 import numpy as np
 import pytest
 import scenarios
@@ -29,35 +28,37 @@ from mfload.saving.publishing import SaveTarget
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")
 TOLD = "shards of a save that did not finish: model-00001-of-00006.safetensors"
 CODE = """
-import itertools, os, pathlib, sys
-import faults, kills, mfload, scenarios
-links = itertools.count(1)
+import contextlib, itertools, os, sys
+import faults, mfload, scenarios
 
-def before(number, name):
-    if name == sys.argv[3] and next(links) == int(sys.argv[4]):
+def killing(*args, **options):
+    if next(calls) == 7:
         os.kill(os.getpid(), 9)
+    return real(*args, **options)
 
-with kills.MODES[sys.argv[2]](), faults.steps(before):
-    mfload.save(scenarios.arrays(2), sys.argv[1], max_shard_size=9000)
+calls, (folder, mode, name) = itertools.count(1), sys.argv[1:]
+with faults.no_links() if mode == "no-links" else contextlib.nullcontext():
+    real = getattr(os, name)
+    setattr(os, name, killing)
+    mfload.save(scenarios.arrays(2), folder, max_shard_size=9000)
 """
 
 
-def kill(folder: Path, mode: str, call: str, number: int) -> None:
-    """Kills a save in six shards before that call."""
-    folder.mkdir()
-    made = subprocess.run(
-        [sys.executable, "-c", CODE, str(folder), mode, call, str(number)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}, check=False,
-    )  # fmt: skip
-    assert made.returncode == -9
+class Stop(BaseException):
+    """What Ctrl-C is."""
 
 
 @pytest.fixture(scope="module", params=["plain", "no-links"])
 def killed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which all shards have their names, and the index has not."""
     folder = tmp_path_factory.mktemp("killed") / "new"
-    mode = request.param
-    kill(folder, mode, *(("link", 7) if mode == "plain" else ("replace", 7)))
+    folder.mkdir()
+    call = "link" if request.param == "plain" else "replace"
+    made = subprocess.run(
+        [sys.executable, "-c", CODE, str(folder), request.param, call],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}, check=False,
+    )  # fmt: skip
+    assert made.returncode == -9
     assert len(list(folder.glob("model-*"))) == 6
     return folder
 
@@ -121,17 +122,26 @@ class TestReaders:
 
     @pytest.mark.parametrize("way", WAYS)
     def test_while_the_writer_lives(
-        self, way: Callable[[], AbstractContextManager[None]], tmp_path: Path
+        self,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         """Between any two of its calls, a load finds nothing, and then all of it."""
         seen: list[str] = []
         index = tmp_path / "model.safetensors.index.json"
 
-        def look(number: int, call: str) -> None:
-            seen.append(found(tmp_path))
-            assert (seen[-1] == "new") == index.exists()
+        def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                seen.append(found(tmp_path))
+                assert (seen[-1] == "new") == index.exists()
+                return real(*args, **options)
 
-        with way(), faults.steps(look):
+            return call
+
+        with way(), monkeypatch.context() as patch:
+            for name in ("pwritev", "fsync", "link", "replace", "unlink"):
+                patch.setattr(os, name, watched(getattr(os, name)))
             mfload.save(NEW, tmp_path, max_shard_size=9000)
         assert seen[0] == "nothing"
         assert found(tmp_path) == "new"
@@ -158,13 +168,13 @@ class TestWriters:
 
         def unlink(path: Any, **options: Any) -> None:
             if next(calls) == at:
-                raise faults.Stop
+                raise Stop
             real(path, **options)
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "unlink", unlink)
             if at < 8:
-                with pytest.raises(faults.Stop):
+                with pytest.raises(Stop):
                     mfload.save(OLD, left)
                 assert found(left) == "nothing"
         mfload.save(OLD, left)
@@ -182,7 +192,7 @@ class TestWriters:
 
         def publish(draft: Draft, path: str, **options: Any) -> None:
             if path.endswith(".json"):
-                raise faults.Stop
+                raise Stop
             real(draft, path, **options)
 
         def write() -> None:
@@ -194,7 +204,7 @@ class TestWriters:
                 target.publish(made, layouts)
 
         monkeypatch.setattr(Draft, "publish", publish)
-        with pytest.raises(faults.Stop):
+        with pytest.raises(Stop):
             write()
         monkeypatch.undo()
         assert len(list(tmp_path.glob("model-*"))) == 2
