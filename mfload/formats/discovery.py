@@ -253,7 +253,7 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         names = seen[0] if seen else _listed(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
-    if not any(name.startswith(_HIDDEN) for name in names):
+    if _HIDDEN not in "\0".join(names):  # Half the time of a loop.
         return _of_names(directory, names)
     from mfload.formats import unfinished
 
