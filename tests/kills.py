@@ -72,24 +72,27 @@ def by_steps(name: str, mode: str, where: Path) -> dict[str, int]:
     count: collections.Counter[str] = collections.Counter(steps=len(made))
     names = {"link", "replace", "unlink"}
     for at in range(1, len(made) + 1):
-        folder = where / str(at)
-        scenario.begin(folder, old)
-        before = sorted(os.listdir(folder))
+        # What shards over nothing leave is the hardest to tell.
+        ways = scenarios.AGAIN if scenario.old == 0 else scenarios.AGAIN[at % 3 :][:1]
+        for way in ways:
+            folder = where / f"{at} {way}"
+            scenario.begin(folder, old)
+            before = sorted(os.listdir(folder))
 
-        def act(folder: Path = folder, at: int = at) -> None:
-            with MODES[mode](), faults.steps(faults.killing(at)):
-                scenario.save(folder, new)
+            def act(folder: Path = folder, at: int = at) -> None:
+                with MODES[mode](), faults.steps(faults.killing(at)):
+                    scenario.save(folder, new)
 
-        assert ended(forked(act)), f"step {at} was never reached"
-        count[scenarios.check(folder, scenario, old, new)] += 1
-        if mode == "plain" and names.isdisjoint(made[: at - 1]):
-            assert sorted(os.listdir(folder)) == before, f"step {at} left something"
-        elif scenarios.hidden(folder):
-            count["strays"] += 1
-        # Whoever comes next gets through, and cleans up.
-        saved = scenario.save(folder, third)
-        assert scenarios.found(folder, {"third": third}) == "third"
-        scenarios.final(folder, scenario, saved)
+            assert ended(forked(act)), f"step {at} was never reached"
+            whole, hidden = scenarios.check(folder, scenario, old, new), scenarios.hidden(folder)
+            if mode == "plain" and names.isdisjoint(made[: at - 1]) and not scenario.convert:
+                # The one file that has a name before all are written is the draft of the index.
+                index = [name for name in hidden if name.endswith("-index")][:1]
+                assert sorted(os.listdir(folder)) == index + before, f"step {at} left something"
+            # Whoever comes next gets through, and cleans up.
+            scenario.again(folder, way, new, third)
+        count[whole] += 1
+        count["strays"] += bool(hidden)
     return dict(count)
 
 

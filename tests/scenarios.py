@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
 import mfload
 
@@ -33,6 +34,8 @@ class Scenario(NamedTuple):
         index: Whether the old checkpoint keeps its index.
         both: Whether a stale single file lies beside the old shards.
         hub: Whether all files are links to blobs beside the directory, as in the hub's cache.
+        overwrite: Whether the save may replace what is there.
+        convert: Whether the arrays come from a file that is converted, with what lies beside it.
     """
 
     old: int | None
@@ -41,6 +44,8 @@ class Scenario(NamedTuple):
     index: bool = True
     both: bool = False
     hub: bool = False
+    overwrite: bool = True
+    convert: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -70,14 +75,39 @@ class Scenario(NamedTuple):
             path.rename(blob)
             path.symlink_to(blob)
 
+    def again(self, folder: Path, way: str, new: Arrays, third: Arrays) -> None:
+        """Saves once more after a kill, one of `AGAIN`; nothing else is there then."""
+        given, there = {"new": new, "third": third}, self.name or "model.safetensors.index.json"
+        if way == "one file":
+            saved = mfload.save(third, self.path(folder), overwrite=True)
+        elif not self.overwrite and (folder / there).exists():
+            with pytest.raises(mfload.errors.TargetExistsError, match="overwrite=True"):
+                self.save(folder, new)
+            return
+        else:
+            saved = self.save(folder, third if way == "other arrays" else new)
+        assert found(folder, given) == ("new" if way == "the same" else "third")
+        final(folder, self, saved)
+
     def save(self, folder: Path, new: Arrays) -> mfload.Saved:
         """Saves the new checkpoint."""
-        return mfload.save(new, self.path(folder), max_shard_size=self.new, overwrite=True)
+        given: Any = {"max_shard_size": self.new, "overwrite": self.overwrite}
+        if not self.convert:
+            return mfload.save(new, self.path(folder), **given)
+        source = folder.parent / f"source of {list(new)[-1]}"
+        if not source.exists():
+            source.mkdir()
+            for name, text in BESIDE.items():
+                (source / name).write_text(text)
+            np.savez(source / "model.npz", **new)
+        return mfload.convert(source, self.path(folder), **given)
 
 
 SCENARIOS = {
     "nothing-single": Scenario(0, None),
     "nothing-sharded": Scenario(0, 9000),
+    "nothing-sharded-once": Scenario(0, 9000, overwrite=False),
+    "nothing-converted": Scenario(0, 9000, overwrite=False, convert=True),
     "single-single": Scenario(None, None),
     "single-single-named": Scenario(None, None, "other.safetensors"),
     "sharded-same-names": Scenario(9000, 9000),
@@ -94,6 +124,11 @@ SCENARIOS = {
     "hub-sharded": Scenario(9000, 14000, hub=True),
     "hub-sharded-single": Scenario(9000, None, hub=True),
 }
+
+AGAIN = ("other arrays", "the same", "one file")
+"""What is saved after a kill: by the same call, or over all that is there."""
+BESIDE = {"config.json": '{"keep": true}', "vocab.txt": "a b"}
+"""What lies beside the source of a conversion."""
 
 MODES = ["plain", "no-tmpfile", "no-links"]
 CASES = [
@@ -155,6 +190,8 @@ def check(folder: Path, scenario: Scenario, old: Arrays, new: Arrays) -> str:
     whole = found(folder, choices)
     assert whole != "nothing" or scenario.old == 0
     index = folder / "model.safetensors.index.json"
+    if scenario.old == 0 and scenario.new:
+        assert index.exists() == (whole == "new")
     if index.exists():
         assert found(index, choices) == whole
     if path.exists():
@@ -166,4 +203,5 @@ def check(folder: Path, scenario: Scenario, old: Arrays, new: Arrays) -> str:
 def final(folder: Path, scenario: Scenario, saved: mfload.Saved) -> None:
     """Nothing lies there but what was saved, and what was never touched."""
     names = {os.path.basename(file) for file in saved.files} | {"config.json"}
-    assert set(os.listdir(folder)) == names
+    beside = BESIDE.keys() if scenario.convert else set[str]()
+    assert set(os.listdir(folder)) - beside == names - beside
