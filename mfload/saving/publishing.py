@@ -21,9 +21,6 @@ import contextlib
 import logging
 import os
 import secrets
-import stat
-import threading
-import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,14 +29,16 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
+from mfload.runtime import Deadline
 from mfload.saving import drafts as files, journal, layout, targets
+from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
+from mfload.saving.locks import lock_of, locked as _locked, only_writer
 from mfload.saving.targets import Existing, Location
 
 log = logging.getLogger("mfload")
 
-_TICK = 0.01  # Seconds between two tries for a lock.
 _SHOWN = 8
 
 
@@ -56,7 +55,8 @@ class SaveTarget:
         self.place = targets.resolve(path, stem or "model")
         self.path = self.place.path
         self.overwrite = overwrite
-        self.mode: int | None = None  # Permissions of the new files. Default: of any new file.
+        self.like: Attributes | None = None  # What the new files take over from the old.
+        self._change: _Change | None = None
         self._look([self.place.name])
 
     def _look(self, names: Sequence[str]) -> Existing:
@@ -96,8 +96,16 @@ class SaveTarget:
         return old
 
     @contextmanager
-    def drafts(self, layouts: Sequence[Layout], key: str | None = None) -> Generator[list[Draft]]:
+    def drafts(
+        self,
+        layouts: Sequence[Layout],
+        key: str | None = None,
+        deadline: Deadline | None = None,
+    ) -> Generator[list[Draft]]:
         """Makes files of their sizes, invisible; those not published at the end are gone.
+
+        Until then the target has no other writer: if it has one now, its end is waited for until
+        the deadline. Default: a TargetError at once.
 
         With a key, which tells what they will hold, they are lasting (see `Draft`): the same ones
         for each writer with that key, together with their journal.
@@ -105,31 +113,34 @@ class SaveTarget:
         place, names = self.place, self.place.names(len(layouts))
         hidden = place.at(place.hidden + (key or secrets.token_hex(8)))
         paths = [f"{hidden}-{number:05}" for number in range(1, len(layouts) + 1)]
-        ours = {*paths, journal.name(paths[0])} if key else set[str]()
+        ours = {lock_of(place)} | ({*paths, journal.name(paths[0])} if key else set[str]())
         drafts: list[Draft] = []
-        # If one fails to be discarded, the others still are.
-        with contextlib.ExitStack() as stack:
+        _make_directory(place.directory)
+        # No ExitStack: of an interrupt in one a cycle would hold the lock until it is collected.
+        with only_writer(place, deadline):
             try:
-                _make_directory(place.directory)
-            except OSError as error:
-                raise errors.from_target(error, place.directory, "make the directory") from error
-            # Under the lock, so that no other save takes a draft with a name for a leftover.
-            with _locked(place.directory):
-                old = self._look(names)
-                _remove_left(sorted({place.at(name) for name in old.left} - ours))
-                self.mode = _mode(map(place.at, [place.name, *sorted(old.files)]))
-                for path, name, made in zip(paths, names, layouts, strict=True):
-                    given = path, made.size, place.at(name), self.mode
-                    try:
-                        drafts.append(Draft(*given, lasting=key is not None))
-                    except BaseException:
-                        for each in drafts:
-                            each.lasting = False
-                        raise
-                    stack.callback(drafts[-1].discard)
-                if drafts[0].named and _swaps(old, names):
-                    self._check_links(drafts[0])
-            yield drafts
+                # Under the lock, so that no other save takes a draft with a name for a leftover.
+                with _locked(place.directory):
+                    old = self._look(names)
+                    _remove_left(sorted({place.at(name) for name in old.left} - ours))
+                    if key and not _go_on(paths, layouts):
+                        # First: what it says is of none of the drafts that are made now.
+                        _remove([journal.name(paths[0])])
+                    self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
+                    for path, name, made in zip(paths, names, layouts, strict=True):
+                        given = path, made.size, place.at(name), self.like
+                        try:
+                            drafts.append(Draft(*given, lasting=key is not None))
+                        except BaseException:
+                            for each in drafts:
+                                each.lasting = False
+                            raise
+                    if drafts[0].named and _swaps(old, names):
+                        self._check_links(drafts[0])
+                yield drafts
+            finally:
+                for draft in drafts:
+                    draft.discard()
 
     def _check_links(self, draft: Draft) -> None:
         """Refuses to replace shards on a file system without hard links, before bytes come."""
@@ -156,7 +167,7 @@ class SaveTarget:
         notes: list[str] = []
         with _locked(place.directory) as directory:
             old = self._look(names)
-            change = _Change(self, directory, drafts, layouts)
+            change = self._change = _Change(self, directory, drafts, layouts)
             try:
                 if not _swaps(old, names):
                     change.commit(names, indexed=len(names) > 1)
@@ -176,12 +187,21 @@ class SaveTarget:
             names.append(place.index)
         if place.whole:
             suffixes = (INDEX_SUFFIX, SUFFIX) if len(names) == 1 else INDEX_SUFFIX
-            seen = {n for n in os.listdir(place.directory) if n.endswith(suffixes) and n[0] != "."}
-            for name in sorted(seen - {*names})[:1]:
+            try:
+                seen = {n for n in os.listdir(place.directory) if n.endswith(suffixes)}
+            except OSError as error:
+                seen = set[str]()
+                notes.append(f"could not look at what lies beside it: {error.strerror}")
+            for name in sorted(n for n in seen - {*names} if n[0] != ".")[:1]:
                 notes.append(
                     f"{name} lies beside it: load {names[-1]} by its name, not the directory"
                 )
         return list(map(place.at, names)), notes
+
+    def placed(self) -> bool:
+        """Whether what was published is there; an interrupt may have come right after."""
+        change = self._change
+        return change is not None and (change.committed or change.drafts[0].is_at(self.path))
 
 
 def _swaps(old: Existing, names: Sequence[str]) -> bool:
@@ -248,7 +268,7 @@ class _Change:
         raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
         path = place.at(place.index)
         hidden = place.at(place.hidden + secrets.token_hex(8))
-        draft = Draft(hidden, raw.size, path, self.target.mode)
+        draft = Draft(hidden, raw.size, path, self.target.like)
         try:
             draft.write(0, [raw])
             draft.sync()
@@ -257,6 +277,18 @@ class _Change:
             # Ctrl-C may have come right after the rename: the disk knows what is true.
             self.committed = self.committed or draft.is_at(path)
             draft.discard()
+
+
+def _go_on(paths: Sequence[str], layouts: Sequence[Layout]) -> bool:
+    """Whether an earlier writer left all of these drafts."""
+    try:
+        pairs = zip(paths, layouts, strict=True)
+        return all(
+            files.can_go_on(os.lstat(path), made.size) and os.access(path, os.R_OK | os.W_OK)
+            for path, made in pairs
+        )
+    except OSError:
+        return False
 
 
 def _remove(paths: Iterable[str]) -> list[str]:
@@ -286,52 +318,17 @@ def _remove_left(paths: Iterable[str]) -> None:
                 os.close(fd)
 
 
-def _mode(paths: Iterable[str]) -> int | None:
-    """Permissions of the first regular file among these paths; None if there is none."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            mode = os.lstat(path).st_mode
-            if stat.S_ISREG(mode):
-                return stat.S_IMODE(mode) & 0o777
-    return None
-
-
 def _make_directory(path: str) -> None:
     """Makes a directory and those above it, on disk, if they do not exist."""
     if os.path.lexists(path):
         return
     parent = os.path.dirname(path)
     _make_directory(parent)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path)
-    with files.open_directory(parent) as fd:
-        files.fsync(fd)
-
-
-_holders: set[tuple[object, ...]] = set()
-"""Whose locks are held: process, thread and directory. A fork copies it to another process."""
-
-
-@contextmanager
-def _locked(path: str) -> Generator[int]:
-    """Keeps other saves out of a directory, and gives a descriptor of it to sync.
-
-    The kernel drops the lock of a process that dies. Some file systems have no such locks.
-    """
-    with files.open_directory(path) as fd:
-        # Not by its path: a directory may have several, through mounts or after a rename.
-        where = (path,) if fd < 0 else (os.fstat(fd).st_dev, os.fstat(fd).st_ino)
-        owner = os.getpid(), threading.get_ident(), *where
-        if owner in _holders:  # In a handler of signals, say: to wait would be for ever.
-            raise errors.TargetError("this thread is already saving into this directory", file=path)
-        try:
-            _holders.add(owner)
-            try:
-                # In ticks, so that Ctrl-C gets through.
-                while files.lock(fd) is False:
-                    time.sleep(_TICK)
-                yield fd
-            finally:
-                files.unlock(fd)
-        finally:
-            _holders.discard(owner)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        with files.open_directory(parent) as fd:
+            files.fsync(fd)
+    except OSError as error:
+        told = errors.from_target(error, path, "make the directory")
+        raise told from (None if told is error else error)
