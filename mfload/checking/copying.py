@@ -10,13 +10,12 @@ ahead, and a table of the parts.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from mfload import errors, sources
+from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped, tensor_hash
 from mfload.checking.renaming import Cast, Row
 from mfload.checking.scan import Advance, check_unchanged, cut, gap, in_turns, joined, scan
@@ -283,15 +282,22 @@ class _Reader:
 
 def read_back(copier: Copier, how: LoadOptions, advance: Advance, *, sums: bool) -> list[str]:
     """Compares what was written, read past the page cache; returns the SHA-256 of each file."""
-    files = [sources.find(draft.path) for draft in copier.drafts]
-    rows: list[list[Block]] = [[] for _ in files]
+    rows: list[list[Block]] = [[] for _ in copier.drafts]
     for block in sorted(copier.written):
         rows[block.source].append(block)
-    for draft in copier.drafts:
-        if hasattr(os, "posix_fadvise"):
-            with open(draft.path, "rb") as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    hasher = Hasher(files={number: file.size for number, file in enumerate(files)} if sums else {})
+    sizes = {number: made.size for number, made in enumerate(copier.layouts)}
+    hasher = Hasher(files=sizes if sums else {})
     reader = _Reader(copier, hasher)
-    scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
-    return [hasher.digests()[number] for number in range(len(files))] if sums else []
+    try:
+        files = [draft.source() for draft in copier.drafts]
+        scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+    except errors.SourceError as error:
+        if isinstance(error, errors.LoadTimeoutError):
+            raise
+        shown = {draft.path: draft.shown for draft in copier.drafts}
+        raise errors.WriteError(
+            "what was written can't be read back",
+            file=shown.get(str(error.file)),
+            found=error.message,
+        ) from error
+    return [hasher.digests()[number] for number in sizes] if sums else []
