@@ -56,7 +56,8 @@ class SaveTarget:
         self.path = self.place.path
         self.overwrite = overwrite
         self.like: Attributes | None = None  # What the new files take over from the old.
-        self._change: _Change | None = None
+        self._first: Draft | None = None
+        self._committed = False
         self._look([self.place.name])
 
     def _look(self, names: Sequence[str]) -> Existing:
@@ -167,7 +168,8 @@ class SaveTarget:
         notes: list[str] = []
         with _locked(place.directory) as directory:
             old = self._look(names)
-            change = self._change = _Change(self, directory, drafts, layouts)
+            change = _Change(self, directory, drafts, layouts)
+            self._first = drafts[0]
             try:
                 if not _swaps(old, names):
                     change.commit(names, indexed=len(names) > 1)
@@ -183,6 +185,8 @@ class SaveTarget:
                 if change.committed:
                     told.message += "; the new checkpoint is whole, and loads by its index"
                 raise told from (None if told is error else error)
+            finally:
+                self._committed = change.committed
         if place.stem and os.path.exists(place.at(place.index)):
             names.append(place.index)
         if place.whole:
@@ -200,8 +204,7 @@ class SaveTarget:
 
     def placed(self) -> bool:
         """Whether what was published is there; an interrupt may have come right after."""
-        change = self._change
-        return change is not None and (change.committed or change.drafts[0].is_at(self.path))
+        return self._committed or (self._first is not None and self._first.is_at(self.path))
 
 
 def _swaps(old: Existing, names: Sequence[str]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import stat
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -349,6 +350,34 @@ class TestSignals:
         assert raised[0].file == str(target)
         assert scenarios.found(target, {"new": NEW}) == "new"
         assert stat.S_ISREG(target.stat().st_mode)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_drafts_are_in_no_cycle(interrupted: bool, tmp_path: Path) -> None:
+    """What an interrupt keeps from being closed is closed with the last reference to it."""
+
+    def progress(done: int, total: int) -> None:
+        if interrupted:
+            raise KeyboardInterrupt
+
+    mfload.save(OLD, tmp_path / "in.safetensors")
+    given: dict[str, Any] = {"overwrite": True, "progress": progress}
+    calls = [
+        lambda: mfload.save(NEW, tmp_path / "a.safetensors", **given),
+        lambda: mfload.save(NEW, f"{tmp_path}/b/", max_shard_size=9000, **given),
+        lambda: mfload.save(NEW, f"{tmp_path}/b/", max_shard_size=6000, **given),
+        lambda: mfload.convert(tmp_path / "in.safetensors", tmp_path / "c.safetensors", **given),
+        lambda: mfload.align(tmp_path / "in.safetensors", tmp_path / "d.safetensors", **given),
+    ]
+    gc.collect()
+    gc.disable()
+    try:
+        for call in calls:
+            with suppress(KeyboardInterrupt):
+                call()
+            assert not any(isinstance(each, Draft | SaveTarget) for each in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 def test_an_interrupt_leaves_no_draft_open(tmp_path: Path) -> None:
