@@ -697,8 +697,10 @@ def save(
             files are never touched; the notes name those that were removed. What a
             killed save left is removed either way.
         progress: True for a bar, or a function of (bytes done, bytes in all).
-        timeout: Seconds that the processes of a mesh have for the save. Default: ten minutes until
-            all have made the call, then no limit; a process that fails or is gone ends it in all.
+        timeout: Seconds from the call on, within which another writer of the target is waited for.
+            Default: the save is refused at once. On a mesh, seconds that the processes have for the
+            whole save. Default: ten minutes until all have made the call, then no limit; a process
+            that fails or is gone ends it in all.
 
     Returns:
         Files, bytes, seconds and notes; prints well, and has `as_dict()`.
@@ -708,6 +710,7 @@ def save(
         UnsupportedArrayError: An array, or a leaf of the tree, can't be saved; nothing was written.
         ProcessError: Another process failed or is gone, saves something else, or made no call.
         UsageError: An argument is invalid, or two leaves of the tree have the same name.
+        TargetError: Another process or thread is writing the target, or it can't be written.
         WriteError: The disk is full, or failed, or gave back other bytes than were written.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
@@ -723,11 +726,11 @@ def save(
         return *outline.by_name(arrays, metadata), seal
 
     given: dict[str, Any] = {"align": align, "overwrite": overwrite}
-    given |= {"max_shard_size": max_shard_size, "progress": progress}
+    given |= {"max_shard_size": max_shard_size, "progress": progress, "timeout": timeout}
     if ranks := outline.processes(arrays):
         from mfload.saving import together
 
-        return together.save(prepare, path, ranks, **given, timeout=timeout)
+        return together.save(prepare, path, ranks, **given)
     found, strings, seal = prepare()
     return saving.save(found, path, metadata=strings, **given, seal=seal)
 

@@ -107,7 +107,7 @@ class Beside:
 
     @contextlib.contextmanager
     def published(self) -> Generator[None]:
-        """Gives them their names, which new ones lose again if what happens in here fails."""
+        """Gives them their names, which new ones lose again if the weights don't get theirs."""
         new: list[str] = []
         try:
             for path, draft in self._drafts.items():
@@ -117,7 +117,7 @@ class Beside:
                     new.append(path)
             yield
         except BaseException as error:
-            for path in new:
+            for path in () if self._target.placed() else new:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
             if isinstance(error, FileExistsError) and not isinstance(error, errors.MfloadError):

@@ -86,7 +86,8 @@ def convert(
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes count twice,
             once written and once read back.
         options: Threads, timeout and `max_host_overhead`, which bounds the memory of tensors that
-            are converted or not one raw range of their file; see `mfload.Options`.
+            are converted or not one raw range of their file; see `mfload.Options`. Within a timeout
+            another writer of the target is waited for. Default: it is refused at once.
 
     Raises:
         UsageError: An argument is invalid, or the source can't be replaced as a whole.
@@ -141,14 +142,15 @@ def align(
         overwrite: Whether what is there may be replaced.
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes are read
             twice.
-        options: Threads and timeout; see `mfload.Options`.
+        options: Threads and timeout, within which another writer of the target is waited for; see
+            `mfload.Options`. Default: another writer is refused at once.
 
     Raises:
         UsageError: An argument is invalid, or the source can't be replaced as a whole.
         SourceError: The source can't be read.
         FormatError: The source is malformed.
         ChecksumError: The source differs from the manifest beside it.
-        TargetError: The target is there already, or can't be written.
+        TargetError: The target is there already, is being written, or can't be written.
         FrameworkMissingError: Hashing needs the package xxhash.
         LoadTimeoutError: The timeout passed.
     """

@@ -217,7 +217,8 @@ def rewrite(
 ) -> tuple[Any, ...]:
     """Rewrites a checkpoint; returns the values of `Saved`."""
     start = time.perf_counter()
-    work = _Rewrite(source, target, wishes, started(wishes.options))
+    how = started(wishes.options)
+    work = _Rewrite(source, target, wishes, how)
     files, notes = [], [*work.index.notes, *work.notes]
     narrow = dtypes.NARROW.keys() & {kind.name for kind, _ in work.index.columns.kinds}
     notes += [f"{n} as {dtypes.NARROW[n].wide}: safetensors has no {n}" for n in sorted(narrow)]
@@ -230,13 +231,17 @@ def rewrite(
     in_memory = any(isinstance(each, MemorySource) for each in work.sources)
     all_at_once = in_memory or (known is not None and work.compared(known))
     key = work.key() if wishes.resume and not all_at_once else None
-    with work.place.drafts(work.layouts, key) as drafts, contextlib.ExitStack() as stack:
-        journal = stack.enter_context(Journal(drafts, key)) if key else None
-        stack.enter_context(_kept(drafts))
-        sums, more = work.copy(drafts, journal, known)
-        notes += more
-        with others.written(), others.published():
-            there, more = work.place.publish(drafts, work.layouts, sums)
+    waits = wishes.options is not None and wishes.options.timeout is not None
+    making = work.place.drafts(work.layouts, key, how.deadline if waits else None)
+    with making as drafts:
+        noting = Journal(drafts, key) if key else contextlib.nullcontext()
+        with noting as journal, _kept(drafts, work.place):
+            sums, more = work.copy(drafts, journal, known)
+            notes += more
+            with others.written(), others.published():
+                there, more = work.place.publish(drafts, work.layouts, sums)
+    if isinstance(noting, Journal) and noting.left:
+        notes.append(f"{noting.path} could not be removed; the next save to the target does it")
     if others.names:
         notes.append(f"copied with it: {', '.join(others.names)}")
     notes += more
@@ -266,12 +271,13 @@ def _part(index: Index, names: Names) -> Index:
 
 
 @contextlib.contextmanager
-def _kept(drafts: Sequence[Draft]) -> Generator[None]:
+def _kept(drafts: Sequence[Draft], place: SaveTarget) -> Generator[None]:
     """Has lasting drafts stay after errors that a second run can go on after, and no others."""
     try:
         yield
     except BaseException as error:
         goes_on = isinstance(error, _CONTINUES) and not isinstance(error, errors.SourceChangedError)
+        goes_on = goes_on and not place.placed()
         for draft in drafts:
             draft.lasting = draft.lasting and goes_on
         raise

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mfload import errors, sources
+from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped, tensor_hash
 from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, FileIdentity, Manifest
 from mfload.checking.scan import Advance, cut, in_turns, scan
@@ -61,12 +61,8 @@ class Seal:
         return nbytes
 
     def manifest(self, drafts: Sequence[Draft], layouts: Sequence[Layout]) -> bytes | None:
-        """The manifest of drafts that are synced; raises WriteError if they can't be read back."""
-        try:
-            return self.read_back(drafts, layouts, started(None))
-        except errors.SourceError as error:
-            what = f"what was written can't be read back: {error.message}"
-            raise errors.WriteError(what, file=drafts[0].shown) from error
+        """The manifest of drafts that are synced."""
+        return self.read_back(drafts, layouts, started(None))
 
     def read_back(
         self,
@@ -75,17 +71,16 @@ class Seal:
         how: LoadOptions,
         advance: Advance = None,
     ) -> bytes | None:
-        """Compares what was written, read past the page cache; returns the manifest, if any."""
-        files = [sources.find(draft.path) for draft in drafts]
-        rows: list[list[Block]] = [[] for _ in files]
+        """Compares what was written, read past the page cache; returns the manifest, if any.
+
+        Raises WriteError if it can't be read, or differs.
+        """
+        rows: list[list[Block]] = [[] for _ in drafts]
         for block in sorted(self.written):
             rows[block.source].append(block)
         for number, draft in enumerate(drafts):
             if not self.written:
                 rows[number] = cut(Block(number, 0, draft.size, ()))
-            if hasattr(os, "posix_fadvise"):
-                with open(draft.path, "rb") as opened:
-                    os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         infos = [
             info._replace(pieces=(info.pieces[0]._replace(source=number),))
             for number, made in enumerate(layouts if self._tensors or self._files else ())
@@ -94,13 +89,22 @@ class Seal:
         sizes = {number: made.size for number, made in enumerate(layouts) if self._files}
         hasher = Hasher(infos if self._tensors else (), sizes)
         reader = _Reader(drafts, layouts, self.written, hasher, self._new)
-        scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+        try:
+            files = [draft.source() for draft in drafts]
+            scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+        except errors.SourceError as error:
+            if isinstance(error, errors.LoadTimeoutError):
+                raise
+            shown = {draft.path: draft.shown for draft in drafts}
+            raise errors.WriteError(
+                "what was written can't be read back",
+                file=shown.get(str(error.file)),
+                found=error.message,
+            ) from error
         if not (self._tensors or self._files):
             return None
-        digests, names = (
-            hasher.digests(),
-            [as_text(os.path.basename(each.shown)) for each in drafts],
-        )
+        digests = hasher.digests()
+        names = [as_text(os.path.basename(each.shown)) for each in drafts]
         entries = {names[n]: FileEntry(size, digests[n]) for n, size in sizes.items()}
         identity = {
             name: FileIdentity(made.size, hashlib.sha256(made.header).hexdigest())

@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from mfload.io import probes
@@ -118,7 +119,7 @@ class DirectReader(PreadReader):
         self._advise("POSIX_FADV_NORMAL")
 
     def _advise(self, advice: str) -> None:
-        if hasattr(os, "posix_fadvise"):
+        with suppress(OSError, AttributeError):
             os.posix_fadvise(self._file.fd, 0, 0, getattr(os, advice))
 
     def close(self) -> None:

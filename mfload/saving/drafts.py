@@ -19,6 +19,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Generator, Sequence
+from io import FileIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,9 @@ from mfload import errors
 from mfload.io import probes
 from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.io.pread import IOV_MAX
+from mfload.saving.attributes import Attributes
+from mfload.saving.descriptors import closed, is_at, number, opened
+from mfload.sources.local import LocalFile, OpenFile
 
 if TYPE_CHECKING:
     from mfload.io.buffers import Bytes
@@ -54,7 +58,8 @@ class Draft:
     """A file of known size, made room for at once.
 
     `hidden` is its path if it must have a name before it is published, in the final directory;
-    `shown` is the final path, for errors. `mode` None: permissions of any new file.
+    `shown` is the final path, for errors. `like` is what it takes over from the file that it
+    replaces. Default: owner and permissions of any new file.
 
     Attributes:
         lasting: Whether it has its hidden name from the start and keeps it, unless it is published,
@@ -71,7 +76,7 @@ class Draft:
         hidden: str,
         size: int,
         shown: str,
-        mode: int | None = None,
+        like: Attributes | None = None,
         *,
         lasting: bool = False,
     ) -> None:
@@ -80,14 +85,18 @@ class Draft:
         self.size = size
         self.shown = shown
         self.named = False
-        self._fd = self._direct = -1
+        self._like = like
+        self._file: FileIO | None = None
+        self._past_cache: FileIO | None = None
         self._unit = PAGE  # Multiple at which memory must begin that goes past the page cache.
         self._takes_direct: bool | None = None  # None until the first write.
-        self._written = self._busy = 0
+        self._written = 0
+        self._busy: set[int] = set()  # Threads that write.
+        self._over = False
         self._lock = threading.Lock()
         self._slots: list[WorkerSlot] = []
         try:
-            self._create(mode)
+            self._create()
             allocate_file(self._fd, size)
         except BaseException as error:
             self.lasting = False
@@ -96,47 +105,51 @@ class Draft:
                 raise self._failed(error, "make room for the file") from error
             raise
 
-    def _create(self, mode: int | None) -> None:
-        flags = os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        wanted = 0o666 if mode is None else mode & 0o666
+    @property
+    def _fd(self) -> int:
+        return number(self._file)
+
+    @property
+    def _direct(self) -> int:
+        return number(self._past_cache)
+
+    def _create(self) -> None:
+        flags = os.O_RDWR | getattr(os, "O_BINARY", 0)
+        # What was private is never open to others, not even for a moment.
+        wanted = 0o666 if self._like is None else 0o600
         if self.lasting:
-            self._reopen(flags, wanted)
+            self._reopen(flags)
         elif hasattr(os, "O_TMPFILE"):
             try:
-                self._fd = os.open(os.path.dirname(self.hidden), flags | os.O_TMPFILE, wanted)
+                folder = os.path.dirname(self.hidden)
+                self._file = opened(folder, flags | os.O_TMPFILE, wanted)
                 # It gets its name through /proc, which may not be mounted.
                 os.stat(self.path)
             except OSError as error:
                 if error.errno not in _NO_TMPFILE:
                     raise
-                self._close()
+                closed(self._file)
         if self._fd < 0:
-            self._fd = os.open(self.hidden, flags | os.O_CREAT | os.O_EXCL, wanted)
+            self._file = opened(self.hidden, flags | os.O_CREAT | os.O_EXCL, wanted)
             self.named = True
         if lock(self._fd) is False and self.lasting:
-            self.named = False  # It is the other's.
+            closed(self._file)  # It is the other's.
             raise errors.TargetError("another process is writing the file", file=self.shown)
-        if mode is not None and hasattr(os, "fchmod"):
-            try:
-                os.fchmod(self._fd, mode)
-            except OSError as error:
-                # Some file systems have the same permissions for all files.
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
-                    raise
 
-    def _reopen(self, flags: int, wanted: int) -> None:
+    def _reopen(self, flags: int) -> None:
         """Opens what an earlier writer left, unless it has another name too, or another size."""
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(self.hidden, flags | getattr(os, "O_NOFOLLOW", 0))
-            found = os.fstat(fd)
-            if found.st_nlink == 1 and found.st_size == self.size:
-                self._fd, self.named, self.resumed = fd, True, True
+        try:
+            self._file = opened(self.hidden, flags | getattr(os, "O_NOFOLLOW", 0))
+            if can_go_on(os.fstat(self._fd), self.size):
+                self.named = self.resumed = True
                 return
-            try:
-                if lock(fd) is not False:
-                    os.unlink(self.hidden)
-            finally:
-                os.close(fd)
+            if lock(self._fd) is not False:
+                os.unlink(self.hidden)
+        except FileNotFoundError:
+            pass
+        except PermissionError:  # It had got those of a file that may not be written.
+            os.unlink(self.hidden)
+        closed(self._file)
 
     def count(self, nbytes: int) -> None:
         """Counts bytes that an earlier writer wrote."""
@@ -147,6 +160,13 @@ class Draft:
         """Where it can be opened before it is published."""
         return self.hidden if self.named else f"/proc/self/fd/{self._fd}"
 
+    def source(self) -> LocalFile:
+        """What was written, to be read back from the disk as far as the system can."""
+        if hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        return _DraftSource(self.path)
+
     def _open_direct(self) -> bool:
         """Opens it a second time, past the page cache, if that is possible and pays."""
         units = probes.direct_alignment(self._fd) if self.size >= _DIRECT_FROM else None
@@ -154,7 +174,7 @@ class Draft:
             return False
         try:
             path = f"/proc/self/fd/{self._fd}"
-            self._direct = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            self._past_cache = opened(path, os.O_WRONLY | os.O_DIRECT)
         except OSError:  # Slower, not wrong.
             return False
         self._unit = units[0]
@@ -166,11 +186,12 @@ class Draft:
         Several threads may, to places of their own. An error names the tensor.
         """
         nbytes = sum(map(len, pieces))
-        with self._lock:
-            self._busy += 1
-            if self._takes_direct is None:
-                self._takes_direct = self._open_direct()
+        this = threading.get_ident()
         try:
+            with self._lock:
+                self._busy.add(this)
+                if self._takes_direct is None:
+                    self._takes_direct = self._open_direct()
             if not self._takes_direct or nbytes - -offset % PAGE < _PIECE_FROM:
                 write_all(self._fd, pieces, offset)
             elif len(pieces) == 1 and (pieces[0].ctypes.data + -offset % PAGE) % self._unit == 0:
@@ -187,8 +208,9 @@ class Draft:
             told.tensor = tensor
             raise told from error
         finally:
-            with self._lock:
-                self._busy -= 1
+            self._busy.discard(this)
+            if self._over and not self._busy:
+                self._close()
 
     def _write_copy(self, offset: int, pieces: Sequence[Bytes], nbytes: int) -> None:
         with self._lock:
@@ -234,12 +256,12 @@ class Draft:
             with contextlib.suppress(OSError):  # Of another owner, to an earlier writer.
                 os.utime(self.path, ns=(self.changed, self.changed))
         try:
+            if self._like is not None:
+                self._like.give(self._fd)
             fsync(self._fd)
         except OSError as error:
             raise self._failed(error, "write to the disk") from error
-        direct, self._direct = self._direct, -1
-        if direct >= 0:
-            os.close(direct)
+        closed(self._past_cache)
 
     def link(self, path: str) -> None:
         """Gives the file a name, or one more, if nothing has that name."""
@@ -273,32 +295,28 @@ class Draft:
 
     def is_at(self, path: str) -> bool:
         """Whether it is what has that name."""
-        try:
-            return os.path.samestat(os.fstat(self._fd), os.lstat(path))
-        except OSError:
-            return False
+        return is_at(self._file, path)
 
     def discard(self) -> None:
         """Lets go of it; unless it was published, the file is gone. Twice does nothing."""
-        named, self.named = self.named, False
         try:
+            # By what the disk says, too: an interrupt may have come before `named` was set.
+            named = self._fd >= 0 and (self.named or self.is_at(self.hidden))
             if named and not self.lasting:
                 with contextlib.suppress(OSError):
                     os.unlink(self.hidden)
         finally:
             self._slots.clear()
             with self._lock:
+                self._over = True
                 # A thread that hangs in the kernel keeps its descriptors: their numbers must not
-                # be given to other files meanwhile.
-                hung = self._busy > 0
-            if not hung:
-                self._close()
+                # be given to other files meanwhile. It closes them itself.
+                if self._busy <= {threading.get_ident()}:
+                    self._close()
 
     def _close(self) -> None:
-        for fd in (self._fd, self._direct):
-            if fd >= 0:
-                os.close(fd)
-        self._fd = self._direct = -1
+        closed(self._past_cache)
+        closed(self._file)
 
     def _failed(self, error: OSError, action: str) -> errors.TargetError:
         found = f"{errors.amount(self._written)} written"
@@ -310,6 +328,31 @@ class Draft:
             found += "; each shard needs an open file: raise `ulimit -n`, or max_shard_size"
         expected = errors.amount(self.size)
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
+
+
+def can_go_on(found: os.stat_result, size: int) -> bool:
+    """Whether a lasting draft is whole enough for a writer that goes on."""
+    return found.st_nlink == 1 and found.st_size == size
+
+
+class _DraftSource(LocalFile):
+    """A draft as a source: what is open of it is closed with the last reference (see `opened`)."""
+
+    def open(self, flags: int = 0) -> OpenFile:
+        return _OpenDraft(self, flags)
+
+
+class _OpenDraft(OpenFile):
+    def __init__(self, source: LocalFile, flags: int) -> None:
+        self.name = source.name
+        try:
+            self._file = opened(source.name, os.O_RDONLY | getattr(os, "O_BINARY", 0) | flags)
+        except OSError as error:
+            raise errors.from_os(error, source.name, "open") from error
+        self.fd = self._file.fileno()
+
+    def close(self) -> None:
+        closed(self._file)
 
 
 def allocate_file(fd: int, nbytes: int) -> None:
@@ -358,15 +401,20 @@ def unlock(fd: int) -> None:
 @contextlib.contextmanager
 def open_directory(path: str) -> Generator[int]:
     """A descriptor of a directory, to lock and sync it; -1 on Windows."""
+    held: list[int] = []
+    close = map(os.close, held)
     try:
-        fd = os.open(path, _DIRECTORY) if hasattr(os, "O_DIRECTORY") else -1
-    except OSError as error:
-        raise errors.from_target(error, path, "open the directory") from error
-    try:
-        yield fd
+        try:
+            # In one call, both: see `opened`, which takes no directories.
+            held.extend(map(os.open, (path,) if hasattr(os, "O_DIRECTORY") else (), (_DIRECTORY,)))
+        except OSError as error:
+            raise errors.from_target(error, path, "open the directory") from error
+        yield held[0] if held else -1
     finally:
-        if fd >= 0:
-            os.close(fd)
+        try:  # noqa: SIM105 - the first call here is the one that closes
+            list(close)
+        except OSError:
+            pass
 
 
 def fsync(fd: int) -> None:

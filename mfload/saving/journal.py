@@ -7,13 +7,17 @@ the drafts get their names. A line that a kill cut off does not count.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import threading
 from collections.abc import Sequence
+from io import FileIO
 from types import TracebackType
 
 from mfload import errors
 from mfload.planning.blocks import Block
+from mfload.saving.descriptors import closed, number, opened
 from mfload.saving.drafts import Draft
 
 _LINE = re.compile(rb"(\d{1,9}) (\d{1,19}) (\d{1,19}) ([0-9a-f]{32})\n")
@@ -25,31 +29,37 @@ class Journal:
     Attributes:
         found: The hash of each range that an earlier writer of the same drafts wrote; `source` is
             the number of the draft.
+        left: Whether it could not be removed at the end; the next writer does it.
     """
 
     def __init__(self, drafts: Sequence[Draft], key: str) -> None:
         self._drafts = drafts
         self.path = name(drafts[0].hidden)
         self.found: dict[Block, str] = {}
+        self.left = False
+        self._lock = threading.Lock()
+        self._file: FileIO | None = None
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
-            self._fd = os.open(self.path, flags, 0o600)
-            with os.fdopen(os.dup(self._fd), "rb") as file:
-                lines = file.readlines()
+            self._file = opened(self.path, flags, 0o600)
+            lines = (self._file.readall() or b"").splitlines(keepends=True)
             head = f"{key}\n".encode()
             if lines[:1] == [head] and all(draft.resumed for draft in drafts):
                 for line in filter(None, map(_LINE.fullmatch, lines[1:])):
                     self._take(*line.groups())
             if not self.found:
-                os.ftruncate(self._fd, 0)
-                os.write(self._fd, head)
+                self._file.truncate(0)
+                self._append(head)
             elif not lines[-1].endswith(b"\n"):
-                os.write(self._fd, b"\n")
+                self._append(b"\n")
         except OSError as error:
+            for draft in drafts:
+                draft.lasting = False
+            self.__exit__(None, None, None)
             raise errors.from_target(error, self.path, "note what is written") from error
-        for number, draft in enumerate(drafts):
-            draft.count(sum(each.nbytes for each in self.found if each.source == number))
+        for n, draft in enumerate(drafts):
+            draft.count(sum(each.nbytes for each in self.found if each.source == n))
 
     def _take(self, draft: bytes, offset: bytes, nbytes: bytes, digest: bytes) -> None:
         block = Block(int(draft), int(offset), int(nbytes), ())
@@ -60,9 +70,18 @@ class Journal:
         """Notes a range that was written; several threads may."""
         line = f"{block.source} {block.offset} {block.nbytes} {digest}\n"
         try:
-            os.write(self._fd, line.encode())
+            self._append(line.encode())
         except OSError as error:
             raise errors.from_target(error, self.path, "note what was written") from error
+
+    def _append(self, line: bytes) -> None:
+        """Writes a line, all of it: a part before that of another thread would be another one."""
+        with self._lock:
+            while line:
+                done = os.write(number(self._file), line)
+                if not done:
+                    raise OSError(errno.EIO, os.strerror(errno.EIO))
+                line = line[done:]
 
     def __enter__(self) -> Journal:
         return self
@@ -70,9 +89,14 @@ class Journal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        os.close(self._fd)
+        closed(self._file)
         if not any(draft.lasting for draft in self._drafts):
-            os.unlink(self.path)
+            try:
+                os.unlink(self.path)
+            except FileNotFoundError:
+                pass
+            except OSError:
+                self.left = True
 
 
 def name(hidden: str) -> str:

@@ -18,6 +18,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats import discovery
+from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft, fsync
 from mfload.saving.targets import Location
 from mfload.sources.local import is_cached
@@ -59,10 +60,10 @@ def is_manifest(path: str) -> bool:
         raise errors.from_target(error, path, "look at the manifest that is there") from error
 
 
-def draft(place: Location, name: str, text: bytes, mode: int | None) -> Draft:
+def draft(place: Location, name: str, text: bytes, like: Attributes | None) -> Draft:
     """Writes a manifest to the disk, under a hidden name of a place if it must have one."""
     raw = np.frombuffer(text, np.uint8)
-    made = Draft(place.at(place.hidden + secrets.token_hex(8)), raw.size, place.at(name), mode)
+    made = Draft(place.at(place.hidden + secrets.token_hex(8)), raw.size, place.at(name), like)
     try:
         made.write(0, [raw])
         made.sync()

@@ -24,8 +24,6 @@ import contextlib
 import logging
 import os
 import secrets
-import stat
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -36,14 +34,16 @@ import numpy as np
 from mfload import errors
 from mfload.formats import unfinished
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
+from mfload.runtime import Deadline
 from mfload.saving import drafts as files, journal, layout, manifest_files, targets
+from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
+from mfload.saving.locks import lock_of, locked as _locked, only_writer
 from mfload.saving.targets import Existing, Location
 
 log = logging.getLogger("mfload")
 
-_TICK = 0.01  # Seconds between two tries for a lock.
 _SHOWN = 8
 
 
@@ -66,7 +66,9 @@ class SaveTarget:
         self.place = targets.resolve(path, stem or "model")
         self.path = self.place.path
         self.overwrite, self.sealed = overwrite, sealed
-        self.mode: int | None = None  # Permissions of the new files. Default: of any new file.
+        self.like: Attributes | None = None  # What the new files take over from the old.
+        self._first: Draft | None = None
+        self._committed = False
         self._notes: list[str] = []
         self._look([self.place.name])
 
@@ -123,8 +125,16 @@ class SaveTarget:
         return old
 
     @contextmanager
-    def drafts(self, layouts: Sequence[Layout], key: str | None = None) -> Generator[list[Draft]]:
+    def drafts(
+        self,
+        layouts: Sequence[Layout],
+        key: str | None = None,
+        deadline: Deadline | None = None,
+    ) -> Generator[list[Draft]]:
         """Makes files of their sizes, invisible; those not published at the end are gone.
+
+        Until then the target has no other writer: if it has one now, its end is waited for until
+        the deadline. Default: a TargetError at once.
 
         With a key, which tells what they will hold, they are lasting (see `Draft`): the same ones
         for each writer with that key, together with their journal.
@@ -132,33 +142,36 @@ class SaveTarget:
         place, names = self.place, self.place.names(len(layouts))
         hidden = place.at(place.hidden + (key or secrets.token_hex(8)))
         paths = [f"{hidden}-{number:05}" for number in range(1, len(layouts) + 1)]
-        ours = {*paths, journal.name(paths[0])} if key else set[str]()
+        ours = {lock_of(place)} | ({*paths, journal.name(paths[0])} if key else set[str]())
         changed = time.time_ns() if len(names) > 1 else None
         drafts: list[Draft] = []
-        # If one fails to be discarded, the others still are.
-        with contextlib.ExitStack() as stack:
+        _make_directory(place.directory)
+        # No ExitStack: of an interrupt in one a cycle would hold the lock until it is collected.
+        with only_writer(place, deadline):
             try:
-                _make_directory(place.directory)
-            except OSError as error:
-                raise errors.from_target(error, place.directory, "make the directory") from error
-            # Under the lock, so that no other save takes a draft with a name for a leftover.
-            with _locked(place.directory) as directory:
-                old = self._look(names)
-                self._clear(directory, old.left, ours)
-                self.mode = _mode(map(place.at, [place.name, *sorted(old.files)]))
-                for path, name, made in zip(paths, names, layouts, strict=True):
-                    given = path, made.size, place.at(name), self.mode
-                    try:
-                        drafts.append(Draft(*given, lasting=key is not None))
-                    except BaseException:
-                        for each in drafts:
-                            each.lasting = False
-                        raise
-                    stack.callback(drafts[-1].discard)
-                    drafts[-1].changed = changed
-                if drafts[0].named and _swaps(old, names):
-                    self._check_links(drafts[0])
-            yield drafts
+                # Under the lock, so that no other save takes a draft with a name for a leftover.
+                with _locked(place.directory) as directory:
+                    old = self._look(names)
+                    self._clear(directory, old.left, ours)
+                    if key and not _go_on(paths, layouts):
+                        # First: what it says is of none of the drafts that are made now.
+                        _remove([journal.name(paths[0])])
+                    self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
+                    for path, name, made in zip(paths, names, layouts, strict=True):
+                        given = path, made.size, place.at(name), self.like
+                        try:
+                            drafts.append(Draft(*given, lasting=key is not None))
+                        except BaseException:
+                            for each in drafts:
+                                each.lasting = False
+                            raise
+                        drafts[-1].changed = changed
+                    if drafts[0].named and _swaps(old, names):
+                        self._check_links(drafts[0])
+                yield drafts
+            finally:
+                for draft in drafts:
+                    draft.discard()
 
     def _clear(self, directory: int, left: Iterable[str], ours: set[str]) -> None:
         """Removes what writers left that died; `ours` are paths to keep."""
@@ -211,13 +224,16 @@ class SaveTarget:
             # None of them is followed: `_look` refuses links into anything but a cache of blobs.
             links = [n for n in {*names, place.index} if os.path.islink(place.at(n))]
             if manifest is not None:
-                mode = _mode(map(place.at, theirs))
-                given = manifest, self.mode if mode is None else mode
-                draft = manifest_files.draft(place, place.manifest, *given)
+                like = Attributes.of(map(place.at, theirs)) or self.like
+                draft = manifest_files.draft(place, place.manifest, manifest, like)
                 stack.callback(draft.discard)
             change = _Change(self, directory, drafts, layouts)
-            with manifest_files.replaced(place, theirs, draft, directory, change.landed):
-                notes = [*self._notes, *self._put(change, old, names)]
+            self._first = drafts[0]
+            try:
+                with manifest_files.replaced(place, theirs, draft, directory, change.landed):
+                    notes = [*self._notes, *self._put(change, old, names)]
+            finally:
+                self._committed = change.committed
         now = {n for n in links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))}
         if now:
             told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
@@ -226,8 +242,12 @@ class SaveTarget:
             names.append(place.index)
         if place.whole:
             suffixes = (INDEX_SUFFIX, SUFFIX) if len(names) == 1 else INDEX_SUFFIX
-            seen = {n for n in os.listdir(place.directory) if n.endswith(suffixes) and n[0] != "."}
-            for name in sorted(seen - {*names})[:1]:
+            try:
+                seen = {n for n in os.listdir(place.directory) if n.endswith(suffixes)}
+            except OSError as error:
+                seen = set[str]()
+                notes.append(f"could not look at what lies beside it: {error.strerror}")
+            for name in sorted(n for n in seen - {*names} if n[0] != ".")[:1]:
                 notes.append(
                     f"{name} lies beside it: load {names[-1]} by its name, not the directory"
                 )
@@ -237,6 +257,10 @@ class SaveTarget:
         if at is not None:
             notes.append(f"checksums written to {at}")
         return list(map(place.at, names)), notes
+
+    def placed(self) -> bool:
+        """Whether what was published is there; an interrupt may have come right after."""
+        return self._committed or (self._first is not None and self._first.is_at(self.path))
 
     def _put(self, change: _Change, old: Existing, names: Sequence[str]) -> list[str]:
         """Puts the files in their place; returns notes."""
@@ -265,7 +289,7 @@ def write_manifest(
     place = Location(*os.path.split(path))
     with _locked(place.directory) as directory:
         _remove_left(sorted(map(place.at, targets.look(place).left)))
-        draft = manifest_files.draft(place, place.name, text, _mode([path]))
+        draft = manifest_files.draft(place, place.name, text, Attributes.of([path]))
         with contextlib.ExitStack() as stack:
             stack.callback(draft.discard)
             manifest_files.check_target(path, overwrite=overwrite)  # It may have come meanwhile.
@@ -351,7 +375,7 @@ class _Change:
         raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
         path = place.at(place.index)
         hidden = place.at(f"{place.hidden}{secrets.token_hex(8)}{unfinished.INDEX_END}")
-        draft = Draft(hidden, raw.size, path, self.target.mode, lasting=True)
+        draft = Draft(hidden, raw.size, path, self.target.like, lasting=True)
         draft.lasting, draft.changed = False, self.drafts[0].changed
         try:
             draft.write(0, [raw])
@@ -367,6 +391,18 @@ class _Change:
 def _shown(names: Sequence[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
+
+
+def _go_on(paths: Sequence[str], layouts: Sequence[Layout]) -> bool:
+    """Whether an earlier writer left all of these drafts."""
+    try:
+        pairs = zip(paths, layouts, strict=True)
+        return all(
+            files.can_go_on(os.lstat(path), made.size) and os.access(path, os.R_OK | os.W_OK)
+            for path, made in pairs
+        )
+    except OSError:
+        return False
 
 
 def _remove(paths: Iterable[str]) -> list[str]:
@@ -396,52 +432,17 @@ def _remove_left(paths: Iterable[str]) -> None:
                 os.close(fd)
 
 
-def _mode(paths: Iterable[str]) -> int | None:
-    """Permissions of the first regular file among these paths; None if there is none."""
-    for path in paths:
-        with contextlib.suppress(OSError):
-            mode = os.stat(path).st_mode  # Of a link into a cache, the blob's.
-            if stat.S_ISREG(mode):
-                return stat.S_IMODE(mode) & 0o777
-    return None
-
-
 def _make_directory(path: str) -> None:
     """Makes a directory and those above it, on disk, if they do not exist."""
     if os.path.lexists(path):
         return
     parent = os.path.dirname(path)
     _make_directory(parent)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(path)
-    with files.open_directory(parent) as fd:
-        files.fsync(fd)
-
-
-_holders: set[tuple[object, ...]] = set()
-"""Whose locks are held: process, thread and directory. A fork copies it to another process."""
-
-
-@contextmanager
-def _locked(path: str) -> Generator[int]:
-    """Keeps other saves out of a directory, and gives a descriptor of it to sync.
-
-    The kernel drops the lock of a process that dies. Some file systems have no such locks.
-    """
-    with files.open_directory(path) as fd:
-        # Not by its path: a directory may have several, through mounts or after a rename.
-        where = (path,) if fd < 0 else (os.fstat(fd).st_dev, os.fstat(fd).st_ino)
-        owner = os.getpid(), threading.get_ident(), *where
-        if owner in _holders:  # In a handler of signals, say: to wait would be for ever.
-            raise errors.TargetError("this thread is already saving into this directory", file=path)
-        try:
-            _holders.add(owner)
-            try:
-                # In ticks, so that Ctrl-C gets through.
-                while files.lock(fd) is False:
-                    time.sleep(_TICK)
-                yield fd
-            finally:
-                files.unlock(fd)
-        finally:
-            _holders.discard(owner)
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path)
+        with files.open_directory(parent) as fd:
+            files.fsync(fd)
+    except OSError as error:
+        told = errors.from_target(error, path, "make the directory")
+        raise told from (None if told is error else error)

@@ -17,7 +17,7 @@ from mfload.dtypes import DType
 from mfload.errors import counted
 from mfload.progress import Progress, shown
 from mfload.report import Printable, human
-from mfload.runtime import cores, gc_paused
+from mfload.runtime import Deadline, cores, gc_paused
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import TensorToSave, export
@@ -95,9 +95,11 @@ def save(
     overwrite: bool = False,
     progress: Progress = False,
     seal: Seal | None = None,
+    timeout: float | None = None,
 ) -> Saved:
     """See `mfload.save`; with a seal, it is published with a manifest."""
     start = time.perf_counter()
+    deadline = None if timeout is None else Deadline(timeout)
     limit = layout.shard_limit(max_shard_size)
     begin = layout.checked_align(align)
     target = SaveTarget(path, overwrite, sealed=seal is not None)
@@ -107,7 +109,7 @@ def save(
         notes = widened(given) + _shared(given)
     size = sum(made.size for made in layouts)
     quiet = gc_paused() if size <= _SOON else nullcontext()
-    with quiet, target.drafts(layouts) as drafts:
+    with target.drafts(layouts, deadline=deadline) as drafts, quiet:
         with shown(progress, size) as advance:
             writers = Writers(_threads(size), advance)
             try:

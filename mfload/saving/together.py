@@ -26,6 +26,7 @@ from mfload.mesh import agree, base
 from mfload.progress import Progress, shown
 from mfload.runtime import Deadline
 from mfload.saving import layout
+from mfload.saving.descriptors import closed, opened
 from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
 from mfload.saving.export import TensorToSave, export, unboxed
 from mfload.saving.layout import Layout
@@ -91,7 +92,8 @@ def save(
         prefix, target, drafts = "", None, list[Draft]()
         if first:
             target, key = SaveTarget(path, overwrite, sealed=seal is not None), secrets.token_hex(8)
-            drafts = stack.enter_context(target.drafts(layouts, key))
+            wait = None if timeout is None else deadline
+            drafts = stack.enter_context(target.drafts(layouts, key, wait))
             for draft in drafts:
                 draft.lasting = False
             prefix = drafts[0].hidden.rpartition("-")[0]
@@ -149,25 +151,25 @@ def _write(
     """Writes what this process has to of a draft; returns the bytes."""
     written, looked = 0, time.monotonic()
     try:
-        fd = os.open(hidden, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        file = opened(hidden, os.O_RDWR | getattr(os, "O_BINARY", 0))
     except OSError as error:
         action = "open the file that another process made (all must share the file system)"
         raise errors.from_target(error, hidden, action) from error
     try:
         for offset, data in _ranges(made, spread, group.rank == group.ranks[0]):
             for at in range(0, data.size, BLOCK):
-                write_all(fd, [data[at : at + BLOCK]], offset + at)
+                write_all(file.fileno(), [data[at : at + BLOCK]], offset + at)
                 if time.monotonic() > looked + _LOOK:
                     group.check("writing")
                     looked = time.monotonic()
             written += data.size
             if advance is not None:
                 advance(data.size)
-        fsync(fd)
+        fsync(file.fileno())
     except OSError as error:
         raise errors.from_target(error, hidden, "write") from error
     finally:
-        os.close(fd)
+        closed(file)
     return written
 
 

@@ -241,9 +241,12 @@ class OpenFile(ClosedAtEnd):
 
     def close(self) -> None:
         """Closes the file; more than once does nothing."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        fd, self.fd = self.fd, -1
+        if fd >= 0:
+            try:  # noqa: SIM105 - faster
+                os.close(fd)
+            except OSError:  # Says nothing of what was read.
+                pass
 
 
 class _Kept(OpenFile):

@@ -22,7 +22,8 @@ import safetensors.numpy
 
 import mfload
 from mfload import errors
-from mfload.checking import copying
+from mfload.checking import copying, rewriting
+from mfload.saving import journal
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
 
@@ -390,12 +391,126 @@ def test_a_journal_that_lies(
         _assert_same(target)
 
 
+class TestFailures:
+    """Of what lies beside the files: told, and nothing is left or lost."""
+
+    @pytest.mark.parametrize("call", ["opened", "write"])
+    def test_a_journal_that_can_t_be_written(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        real = getattr(journal if call == "opened" else os, call)
+
+        def fail(where: Any, *given: Any) -> Any:
+            if call == "opened" or "journal" in os.readlink(f"/proc/self/fd/{where}"):
+                raise OSError(errno.EIO, "broken")
+            return real(where, *given)
+
+        monkeypatch.setattr(journal if call == "opened" else os, call, fail)
+        with pytest.raises(errors.WriteError, match="could not note what is written"):
+            mfload.convert(source, tmp_path / "out.safetensors")
+        assert os.listdir(tmp_path) == ["in"]
+
+    def test_short_writes_to_a_journal(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A line of which a part is missing would be joined to the next, which may read as one."""
+        real, target = os.write, tmp_path / "out.safetensors"
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", lambda fd, data: real(fd, data[:3]))
+            _stopping(patch, 8, _Stop())
+            with pytest.raises(KeyboardInterrupt):
+                mfload.convert(source, target)
+        (name,) = (name for name in _hidden(tmp_path) if name.endswith("journal"))
+        lines = (tmp_path / name).read_bytes().splitlines()
+        assert len(lines) > 3
+        assert all(len(line.split()) == 4 for line in lines[1:])
+        assert "went on after" in str(mfload.convert(source, target))
+        _assert_same(target)
+
+    @pytest.mark.parametrize("code", [errno.ENOENT, errno.EIO])
+    def test_a_journal_that_can_t_be_removed(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+    ) -> None:
+        real = os.unlink
+
+        def unlink(path: Any, **given: Any) -> None:
+            if str(path).endswith("journal"):
+                raise OSError(code, os.strerror(code))
+            real(path, **given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", unlink)
+            done = mfload.convert(source, tmp_path / "out.safetensors")
+        assert ("could not be removed" in str(done)) == (code == errno.EIO)
+        _assert_same(tmp_path / "out.safetensors")
+
+    def test_bytes_that_can_t_be_read_back(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The disk failed, not the source: there is nothing to go on with."""
+
+        def fail(*_: Any) -> Any:
+            raise errors.ReadError("could not read: broken", file="x")
+
+        monkeypatch.setattr(copying, "scan", fail)
+        with pytest.raises(errors.WriteError, match="what was written can't be read back"):
+            mfload.convert(source, tmp_path / "out.safetensors")
+        assert os.listdir(tmp_path) == ["in"]
+
+    @pytest.mark.parametrize("at", ["before", "after"])
+    def test_ctrl_c_while_the_files_get_their_names(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str
+    ) -> None:
+        """What lies beside the weights goes with them, or not at all."""
+        _source(tmp_path / "in", "safetensors")
+        (tmp_path / "in" / "config.json").write_text("{}")
+        real, out = SaveTarget.publish, tmp_path / "out"
+
+        def publish(*given: Any) -> Any:
+            if at == "after":
+                real(*given)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SaveTarget, "publish", publish)
+            with pytest.raises(KeyboardInterrupt):
+                mfload.convert(tmp_path / "in", f"{out}/")
+        if at == "after":
+            assert sorted(os.listdir(out)) == ["config.json", "model.safetensors"]
+            _assert_same(out)
+        else:
+            assert len(_hidden(out)) == len(os.listdir(out)) == 2
+            assert "went on after" in str(mfload.convert(tmp_path / "in", f"{out}/"))
+
+    def test_ctrl_c_before_the_journal_is_begun(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """New drafts, and what an earlier journal says of older ones."""
+        target = tmp_path / "out.safetensors"
+        with monkeypatch.context() as patch:
+            _stopping(patch, 8, _Stop())
+            with pytest.raises(KeyboardInterrupt):
+                mfload.convert(source, target)
+        (draft,) = (name for name in _hidden(tmp_path) if not name.endswith("journal"))
+        (tmp_path / draft).unlink()
+
+        def stop(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rewriting, "Journal", stop)
+            with pytest.raises(KeyboardInterrupt):
+                mfload.convert(source, target)
+        mfload.convert(source, target)
+        _assert_same(target)
+
+
 def test_two_at_once(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tmp_path / "out.safetensors"
     real = SaveTarget.publish
 
     def publish(self: Any, *given: Any) -> Any:
-        with pytest.raises(errors.TargetError, match="another process"):
+        with pytest.raises(errors.TargetError, match="this thread is already saving to this"):
             mfload.convert(source, target)
         return real(self, *given)
 

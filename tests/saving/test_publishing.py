@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import mfload
 from mfload import dtypes, errors, sources
 from mfload.formats import safetensors
 from mfload.index import TensorInfo
-from mfload.saving import drafts, publishing
+from mfload.saving import drafts, locks, publishing
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
@@ -212,18 +213,18 @@ class TestExisting:
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         both = threading.Barrier(2)
-        real = SaveTarget.publish
+        real = SaveTarget.drafts
 
-        def publish(target: SaveTarget, *args: Any) -> Any:
-            both.wait(20)  # Both have written all they have, and nothing was there.
-            return real(target, *args)
+        def drafts(target: SaveTarget, *args: Any, **options: Any) -> Any:
+            both.wait(20)  # Both have looked, and nothing was there.
+            return real(target, *args, **options)
 
-        monkeypatch.setattr(SaveTarget, "publish", publish)
+        monkeypatch.setattr(SaveTarget, "drafts", drafts)
         lost: list[str] = []
 
         def run(name: str, arrays: Any, limit: int | None) -> None:
             try:
-                mfload.save(arrays, tmp_path, max_shard_size=limit)
+                mfload.save(arrays, tmp_path, max_shard_size=limit, timeout=60)
             except errors.TargetExistsError:
                 lost.append(name)
 
@@ -244,7 +245,7 @@ class TestExisting:
         def run(arrays: Any) -> None:
             for number in range(10):
                 mfload.save(arrays, tmp_path, max_shard_size=limit and limit + 5000 * (number % 2),
-                            overwrite=True)  # fmt: skip
+                            overwrite=True, timeout=60)  # fmt: skip
 
         threads = [threading.Thread(target=run, args=(arrays,)) for arrays in (OLD, NEW)]
         for thread in threads:
@@ -446,12 +447,12 @@ class TestLeftovers:
             env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
             check=False,
         )
-        return scenarios.hidden(folder)
+        return [name for name in scenarios.hidden(folder) if not name.endswith("-lock")]
 
     def test_a_dead_writer_s_are_removed_by_the_next_save(self, tmp_path: Path) -> None:
         assert len(self.leave(tmp_path)) == 1
         mfload.save(OLD, tmp_path / "other.safetensors")
-        assert len(scenarios.hidden(tmp_path)) == 1  # Another checkpoint's: not its business.
+        assert len(scenarios.hidden(tmp_path)) == 2  # Another checkpoint's: not its business.
         mfload.save(NEW, tmp_path, overwrite=True)
         assert scenarios.hidden(tmp_path) == []
 
@@ -459,8 +460,12 @@ class TestLeftovers:
         with faults.no_tmpfile():
             context = SaveTarget(tmp_path, True).drafts([blank(10)])
             (draft,) = context.__enter__()
-        assert len(scenarios.hidden(tmp_path)) == 1
-        mfload.save(NEW, tmp_path)
+        # Something else removed its lock.
+        publishing._remove([locks.lock_of(SaveTarget(tmp_path).place)])
+        other = threading.Thread(target=mfload.save, args=(NEW, tmp_path))
+        other.start()
+        other.join()
+        assert found(tmp_path) == "new"
         assert len(scenarios.hidden(tmp_path)) == 1
         assert draft.is_at(draft.hidden)
         context.__exit__(None, None, None)
@@ -480,7 +485,7 @@ class TestLeftovers:
     ) -> None:
         left = self.leave(tmp_path)
         monkeypatch.setattr(drafts, "fcntl", None)
-        mfload.save(NEW, tmp_path, overwrite=True)
+        mfload.save(NEW, tmp_path, overwrite=True)  # But the lock, which is empty.
         assert scenarios.hidden(tmp_path) == left
 
 
@@ -618,7 +623,7 @@ class TestNotOurs:
 
     def test_the_same_thread_does_not_wait_for_itself(self, tmp_path: Path) -> None:
         with (
-            publishing._locked(os.path.realpath(tmp_path)),
+            locks.locked(os.path.realpath(tmp_path)),
             pytest.raises(errors.TargetError, match="already saving"),
         ):
             mfload.save(NEW, tmp_path)
@@ -627,7 +632,7 @@ class TestNotOurs:
     def test_a_directory_is_known_by_more_than_its_path(self, tmp_path: Path) -> None:
         first, second = tmp_path / "first", tmp_path / "second"
         first.mkdir()
-        with publishing._locked(os.path.realpath(first)):
+        with locks.locked(os.path.realpath(first)):
             first.rename(second)
             with pytest.raises(errors.TargetError, match="already saving"):
                 mfload.save(NEW, second)
@@ -759,3 +764,50 @@ class TestReaders:
         # "nothing": a file that was gone when its bytes were to be read; an error as well.
         assert seen.keys() <= {"old", "new", "nothing", "SourceChangedError", "CheckpointError"}
         assert seen.get("old", 0) + seen.get("new", 0) > 0
+
+
+class TestAfterSuccess:
+    """What fails when the checkpoint is in its place is a note, or nothing."""
+
+    def test_a_directory_that_can_t_be_listed(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real, listed = os.listdir, list[Any]()
+
+        def listdir(path: Any) -> list[str]:
+            listed.append(path)
+            if len(listed) > 3:  # After the last look under the lock.
+                raise OSError(errno.EIO, "broken")
+            return real(path)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "listdir", listdir)
+            saved = mfload.save(NEW, tmp_path)
+        assert saved.notes == ("could not look at what lies beside it: broken",)
+        assert found(tmp_path) == "new"
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_files_that_can_t_be_closed(
+        self,
+        way: Callable[[], AbstractContextManager[None]],
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """What was written is synced: that was the last word of the disk."""
+        real = os.close
+
+        def close(fd: int) -> None:
+            real(fd)
+            raise OSError(errno.EIO, "broken")
+
+        class File(FileIO):
+            def close(self) -> None:
+                super().close()
+                raise OSError(errno.EIO, "broken")
+
+        with monkeypatch.context() as patch, way():
+            patch.setattr(os, "close", close)
+            patch.setattr("mfload.saving.descriptors.FileIO", File)
+            mfload.save(NEW, tmp_path)
+        assert found(tmp_path) == "new"
+        assert scenarios.hidden(tmp_path) == []

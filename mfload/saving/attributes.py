@@ -1,0 +1,88 @@
+"""What a file that replaces another takes over: owner, permissions, extended attributes."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+_ACL = "system.posix_acl_access"
+
+
+class Attributes(NamedTuple):
+    """What a file that replaces another takes over from it.
+
+    Attributes:
+        mode: Permissions.
+        owner: The user's number; `group` is the group's.
+        extended: The access control list and the user's extended attributes, by name.
+    """
+
+    mode: int
+    owner: int
+    group: int
+    extended: dict[str, bytes]
+
+    @staticmethod
+    def of(paths: Iterable[str]) -> Attributes | None:
+        """Those of the first regular file among these paths; None if there is none."""
+        for path in paths:
+            with contextlib.suppress(OSError):
+                found = os.lstat(path)
+                if stat.S_ISREG(found.st_mode):
+                    mode = stat.S_IMODE(found.st_mode) & 0o777
+                    return Attributes(mode, found.st_uid, found.st_gid, _extended(path))
+        return None
+
+    def give(self, fd: int) -> None:
+        """Gives them to an open file, of which only the owner could do anything so far.
+
+        What the system refuses is left out. Without the group, group and others may do what both
+        could before, and nothing without the list: at no moment more than with the old file.
+        """
+        made, mode = os.fstat(fd), self.mode
+        acl = self.extended.get(_ACL)
+        others = {name: value for name, value in self.extended.items() if name != _ACL}
+        whole = made.st_gid == self.group or _granted(os.fchown, fd, -1, self.group)
+        if acl is not None:
+            whole = whole and _granted(os.setxattr, fd, _ACL, acl)
+        elif _ACL in _extended(fd):  # The directory's default.
+            whole = _granted(os.removexattr, fd, _ACL) and whole
+        if not whole:
+            both = mode >> 3 & mode & 7 if acl is None else 0
+            mode = mode & 0o700 | both << 3 | both
+        for name, value in others.items():
+            _granted(os.setxattr, fd, name, value)
+        if hasattr(os, "fchmod"):
+            try:
+                os.fchmod(fd, mode)
+            except OSError as error:
+                # Some file systems have the same permissions for all files.
+                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+                    raise
+        if made.st_uid != self.owner:  # Last: who gives a file away may not change it any more.
+            _granted(os.fchown, fd, self.owner, -1)
+
+
+def _extended(file: str | int) -> dict[str, bytes]:
+    """The access control list of a file, and the user's extended attributes."""
+    found: dict[str, bytes] = {}
+    if hasattr(os, "listxattr"):
+        names = list[str]()
+        with contextlib.suppress(OSError):
+            names = [n for n in os.listxattr(file) if n == _ACL or n.startswith("user.")]
+        for name in names:
+            with contextlib.suppress(OSError):
+                found[name] = os.getxattr(file, name)
+    return found
+
+
+def _granted(call: Callable[..., object], *args: object) -> bool:
+    try:
+        call(*args)
+    except OSError:
+        return False
+    return True
