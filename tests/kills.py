@@ -47,7 +47,7 @@ def forked(act: Callable[[], object]) -> int:
         try:
             act()
             code = 0
-        except BaseException:  # noqa: BLE001 - it ends here
+        except BaseException:
             traceback.print_exc()
         finally:
             os._exit(code)
@@ -184,7 +184,7 @@ def read_on(read: Callable[[Path], str], folder: Path, stop: Path) -> None:
             count[read(folder)] += 1
         except mfload.errors.SourceChangedError:
             count["changed"] += 1
-        except Exception as error:  # noqa: BLE001 - any other is what is looked for
+        except Exception as error:
             text = getattr(error, "message", None) or traceback.format_exc()
             count[f"BAD {type(error).__name__}: {text}"] += 1
     stop.with_name(read.__name__).write_text(json.dumps(count))
