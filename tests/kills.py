@@ -168,11 +168,14 @@ def _open(folder: Path) -> str:
 
 def _verify(folder: Path) -> str:
     found = mfload.verify(folder)
+    if wrong := {each.what for each in found.problems} - CHANGED:
+        return f"BAD not well: {sorted(wrong)}"
     if not found.ok:
-        return f"BAD not well: {sorted({each.what for each in found.problems})}"
+        return "changed"
     return "compared" if found.data_checked else "one"
 
 
+CHANGED = {f"the file {how} since its header was read" for how in ("changed", "is gone")}
 READERS = [_load, _load_verified, _open, _verify]
 
 

@@ -93,11 +93,14 @@ def _convert(url: str, folder: Path) -> dict[str, Any]:
 
 def _verify(url: str, folder: Path) -> dict[str, Any]:
     old, new = (samples.save(folder / name, each) for name, each in (("o", OLD), ("n", NEW)))
-    by_headers = mfload.verify(url)
-    assert by_headers.ok, by_headers.problems
-    outcomes = [mfload.verify(url, against=each).ok for each in (old, new)]
-    assert any(outcomes)
-    return OLD if outcomes[0] else NEW
+    results = [mfload.verify(url), *(mfload.verify(url, against=each) for each in (old, new))]
+    for problem in (problem for result in results for problem in result.problems):
+        if "changed since" in problem.what:
+            raise errors.SourceChangedError(problem.what, file=problem.file)
+    headers, *against = results
+    assert headers.ok, headers.problems
+    assert any(against)
+    return OLD if against[0] else NEW
 
 
 def _diff(url: str, folder: Path) -> dict[str, Any]:
