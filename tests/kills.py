@@ -232,7 +232,7 @@ if __name__ == "__main__":
     way, *rest, directory = sys.argv[1:]
     at = Path(directory)
     if way == "steps":
-        run: Any = by_steps(*rest, at)
+        run: Any = by_steps(rest[0], rest[1], at)
     elif way == "random":
         run = at_random(rest[0], int(rest[1]), at)
     else:
