@@ -26,7 +26,8 @@ def inspect(
     """Reads the headers of a checkpoint and checks them, and the index against them.
 
     They are read again if a writer replaced the checkpoint meanwhile, as in a load. Raises if there
-    is nothing at the path, or several checkpoints lie side by side.
+    is nothing at the path, several checkpoints lie side by side, or one goes on taking the place of
+    another meanwhile.
     """
     for left in reversed(range(checkpoint.TRIES)):
         before = discovery.state(path)
@@ -44,6 +45,7 @@ def inspect(
 def _inspect(path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None) -> Headers:
     try:
         seen = checkpoint.read_headers(discovery.find(path, options), every=True)
+        checkpoint.check_unchanged(seen.found, seen.sources)
     except errors.SourceNotFoundError as error:
         raise hints.explain_path(error, path) from None
     except errors.FormatError as error:

@@ -374,7 +374,7 @@ def _replaced(given: Sequence[Source]) -> list[Problem]:
     found: list[Problem] = []
     for source in given:
         try:
-            source.check()
+            sources.check_now(source)
         except errors.SourceChangedError as error:
             found.append(Problem.of(error))
         except errors.SourceError:
