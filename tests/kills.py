@@ -1,15 +1,14 @@
 """Kills savers, in a process of its own that imports no framework: forks are cheap and safe there.
 
-    python tests/kills.py steps SCENARIO MODE DIRECTORY      before every system call, one by one
-    python tests/kills.py random SCENARIO COUNT DIRECTORY    at any moment
+    python tests/kills.py SCENARIO COUNT DIRECTORY
 
-Prints one line of JSON: what was found how often.
+Prints one line of JSON: what was found how often. What a kill between any two calls leaves, if
+nothing else happens, is among the states of tests/crashes.py.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import os
 import random
@@ -17,19 +16,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import faults
 import scenarios
-
-MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "plain": contextlib.nullcontext,
-    "no-tmpfile": faults.no_tmpfile,
-    "no-links": faults.no_links,
-}
 
 
 def forked(act: Callable[[], object]) -> int:
@@ -57,40 +48,6 @@ def ended(child: int) -> bool:
     if os.WEXITSTATUS(status) != 0:
         raise RuntimeError("the saver failed")
     return False
-
-
-def by_steps(name: str, mode: str, where: Path) -> dict[str, int]:
-    """Kills before every call; after each kill saves once more, over what was left."""
-    scenario = scenarios.SCENARIOS[name]
-    old, new, third = (scenarios.arrays(seed) for seed in (1, 2, 3))
-    folder = where / "dry"
-    scenario.begin(folder, old)
-    with MODES[mode](), faults.steps(lambda number, call: None) as made:
-        saved = scenario.save(folder, new)
-    assert scenarios.check(folder, scenario, old, new) == "new"
-    scenarios.final(folder, scenario, saved)
-    count: collections.Counter[str] = collections.Counter(steps=len(made))
-    names = {"link", "replace", "unlink"}
-    for at in range(1, len(made) + 1):
-        folder = where / str(at)
-        scenario.begin(folder, old)
-        before = sorted(os.listdir(folder))
-
-        def act(folder: Path = folder, at: int = at) -> None:
-            with MODES[mode](), faults.steps(faults.killing(at)):
-                scenario.save(folder, new)
-
-        assert ended(forked(act)), f"step {at} was never reached"
-        count[scenarios.check(folder, scenario, old, new)] += 1
-        if mode == "plain" and names.isdisjoint(made[: at - 1]):
-            assert sorted(os.listdir(folder)) == before, f"step {at} left something"
-        elif scenarios.hidden(folder):
-            count["strays"] += 1
-        # Whoever comes next gets through, and cleans up.
-        saved = scenario.save(folder, third)
-        assert scenarios.found(folder, {"third": third}) == "third"
-        scenarios.final(folder, scenario, saved)
-    return dict(count)
 
 
 def at_random(name: str, times: int, where: Path) -> dict[str, int]:
@@ -126,10 +83,5 @@ def at_random(name: str, times: int, where: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    way, scenario_name, how, directory = sys.argv[1:]
-    run = (
-        by_steps(scenario_name, how, Path(directory))
-        if way == "steps"
-        else at_random(scenario_name, int(how), Path(directory))
-    )
-    print(json.dumps(run))
+    scenario_name, number_of_kills, directory = sys.argv[1:]
+    print(json.dumps(at_random(scenario_name, int(number_of_kills), Path(directory))))
