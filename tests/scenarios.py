@@ -38,9 +38,9 @@ class Scenario(NamedTuple):
         both: Whether a stale single file lies beside the old shards.
         sums: Which have a manifest: "", "old", "new" or "both".
         link: A symbolic link to `name` (or to the directory), through which the call goes.
-        call: What is called: "save"; "align", in place; "convert", also from a source with a
-            manifest ("convert-summed"), of compressed tensors with one ("convert-npz"), or of a
-            model with a tokenizer ("convert-model").
+        call: What is called: "save"; "verify", which writes a manifest; "align", in place;
+            "convert", also from a source with a manifest ("convert-summed"), of compressed tensors
+            with one ("convert-npz"), or of a model with a tokenizer ("convert-model").
     """
 
     old: int | None
@@ -61,6 +61,11 @@ class Scenario(NamedTuple):
     def summed(self) -> bool:
         """Whether a manifest lies beside the new checkpoint."""
         return self.sums in ("new", "both")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the new arrays are the old ones."""
+        return self.call in ("align", "verify")
 
     def path(self, folder: Path) -> Path:
         """Where the save goes."""
@@ -99,8 +104,25 @@ class Scenario(NamedTuple):
             )
         if self.call == "align":
             return mfload.align(path, overwrite=True)
+        if self.call == "verify":
+            mfload.verify(path, checksums="write", overwrite=overwrite)
+            return mfload.Saved((str(path / "model.safetensors"),), 0, 0, 0)
         return mfload.convert(self.source(folder, new), path, max_shard_size=size,
                               overwrite=overwrite)  # fmt: skip
+
+    def again(self, folder: Path, way: str, new: Arrays, third: Arrays, *, overwrite: bool) -> None:
+        """Saves once more after a crash, in one of the ways of `AGAIN`.
+
+        Raises:
+            AssertionError: Something else lies there then than what was saved.
+        """
+        if way == "one file":
+            saved = self._replace(new=None).save(folder, third)
+        else:
+            third = third if way == "other arrays" else new
+            saved = self.save(folder, third, overwrite=overwrite or third is not new)
+        assert check(folder, self, third, third) == "new", way
+        final(folder, self, saved)
 
     def source(self, folder: Path, new: Arrays) -> Path:
         """What is converted, outside of the directory that is written; made once."""
@@ -155,6 +177,8 @@ CALLS = SCENARIOS | {
         0, None, "store/w.safetensors", link="to.safetensors", sums="new"
     ),
     "link-directory": Scenario(14000, None, link="to", sums="both"),
+    "verify": Scenario(None, None, call="verify", sums="new"),
+    "verify-again": Scenario(None, None, call="verify", sums="both"),
     "align": Scenario(None, None, call="align"),
     "align-summed": Scenario(None, None, call="align", sums="both"),
     "align-sharded": Scenario(14000, None, call="align"),
@@ -169,6 +193,9 @@ CALLS = SCENARIOS | {
     "convert-model": Scenario(None, None, call="convert-model"),
 }
 """All calls that write a checkpoint, and what lies round it."""
+
+AGAIN = ("the same", "other arrays", "one file")
+"""What is saved after a crash: by the same call, and over all that is there."""
 
 
 def cases(of: Mapping[str, Scenario]) -> list[tuple[str, str]]:

@@ -45,7 +45,8 @@ CODES = {
 # Only these unless all are asked for.
 _QUICK = {
     errno.EIO: {"nothing-deeper", "nothing-sharded-summed", "single-summed", "single-sharded",
-                "sharded-single-summed", "align-summed", "convert-npz", "link-summed"},
+                "sharded-single-summed", "align-summed", "convert-npz", "link-summed",
+                "verify-again"},
     errno.ENOSPC: {"nothing-sharded-summed", "sharded-summed", "align-sharded-summed", "convert"},
     errno.EMFILE: {"nothing-sharded-summed", "sharded-summed", "convert-npz"},
     0: {"sharded-summed", "single-summed", "align", "convert"},
@@ -70,7 +71,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_an_error_in_any_call(name: str, mode: str, code: int, memory: Path) -> None:
     scenario = scenarios.CALLS[name]
     old = scenarios.arrays(1)
-    new = old if scenario.call == "align" else scenarios.arrays(2)
+    new = old if scenario.keeps else scenarios.arrays(2)
     folder = memory / "target"
     scenario.begin(folder, old)
     with MODES[mode](), Recorder(folder) as seen:
