@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 
-from recorder import Change, Node, Recorder, Tree, applied
+from recorder import Change, Content, Node, Recorder, Tree, applied
 
 DATA = ("kept", "lost", "zeros", "torn")
 """What may be found of the bytes that were written to a file since its last sync."""
@@ -40,7 +40,7 @@ def states(seen: Recorder, *, thorough: bool) -> Iterator[tuple[str, bool, Tree]
             together = bool(lost) and not thorough
             for fates in _fates(made, {*names.values()}, together=together, thorough=thorough):
                 contents = {
-                    node: _content(seen.start.contents, made, node, fates.get(node, "kept"))
+                    node: _content(seen.start, made, node, fates.get(node, "kept"))
                     for node in names.values()
                 }
                 state = Tree(names, contents)
@@ -91,7 +91,7 @@ def _fates(
     """What becomes of each file that has unsynced bytes."""
     dirty: dict[Node, None] = {}
     for change in made:
-        if change.node in nodes and change.what in ("write", "size"):
+        if change.node in nodes and change.what in ("write", "size", "time"):
             dirty[change.node] = None
         elif change.what == "sync" and change.node is not None:
             dirty.pop(change.node, None)
@@ -110,28 +110,26 @@ def _fates(
         yield dict.fromkeys(dirty, "lost") | {node: "kept"}
 
 
-def _content(start: dict[Node, bytes], made: Sequence[Change], node: Node, fate: str) -> bytes:
-    data = start.get(node, node.start)
+def _content(start: Tree, made: Sequence[Change], node: Node, fate: str) -> Content:
+    content = start.contents.get(node, Content(node.start))
     own = [change for change in made if change.node is node]
     synced = max((n for n, change in enumerate(own) if change.what == "sync"), default=-1)
     for change in own[: synced + 1]:
-        data = data if change.what == "sync" else applied(data, change)
-    rest = own[synced + 1 :]
-    whole = data
+        content = applied(content, change)
+    whole, rest = content, own[synced + 1 :]
     for change in rest:
         whole = applied(whole, change)
     if fate == "lost":
-        return data
+        return content
     if fate == "kept" or not rest:
         return whole
     writes = [change for change in rest if change.what == "write"]
-    stays = writes[: len(writes) // 2] if fate == "torn" else []
-    for change in stays:
-        data = applied(data, change)
     if fate == "torn" and writes:
-        half = writes[len(writes) // 2]
-        data = applied(data, half._replace(data=half.data[: len(half.data) // 2]))
-    return data[: len(whole)].ljust(len(whole), b"\0")
+        *stays, half = writes[: len(writes) // 2 + 1]
+        for change in (*stays, half._replace(data=half.data[: len(half.data) // 2])):
+            content = applied(content, change)
+    size = len(whole.data)
+    return Content(content.data[:size].ljust(size, b"\0"))
 
 
 def _words(

@@ -30,7 +30,7 @@ from mfload.saving import drafts
 
 DATA = ("write", "writev", "pwrite", "pwritev", "fallocate", "ftruncate", "posix_fallocate")
 NAMES = ("link", "symlink", "rename", "replace", "unlink", "remove", "mkdir", "rmdir")
-ATTRIBUTES = ("fchmod", "chmod", "fchown", "chown", "setxattr", "removexattr")
+ATTRIBUTES = ("fchmod", "chmod", "fchown", "chown", "setxattr", "removexattr", "utime")
 CHANGES = ("open", *DATA, *NAMES, *ATTRIBUTES, "fsync", "fdatasync")
 LOOKS = (
     "stat", "lstat", "fstat", "readlink", "access", "listdir", "scandir", "statvfs", "getxattr",
@@ -47,17 +47,22 @@ class Node:
     Attributes:
         kind: "file", "directory" or "link".
         start: What is in it before anything is noted; the target of a link.
+        changed: Its time of change before that, in nanoseconds.
     """
 
-    def __init__(self, kind: str, start: bytes = b"", mode: int = 0o644) -> None:
-        self.kind, self.start, self.mode = kind, start, mode
+    def __init__(
+        self, kind: str, start: bytes = b"", mode: int = 0o644, changed: int | None = None
+    ) -> None:
+        self.kind, self.start, self.mode, self.changed = kind, start, mode, changed
 
 
 class Change(NamedTuple):
     """One change.
 
     Attributes:
-        what: "write", "size" or "sync" of a node; "names" in a directory, or their "names synced".
+        what: "write", "size", "time" or "sync" of a node; "names" in a directory, or their "names
+            synced".
+        offset: Where is written, or the size, or the time of change in nanoseconds.
         names: Relative paths, and what they lead to from then on; None for nothing.
     """
 
@@ -69,11 +74,18 @@ class Change(NamedTuple):
     names: tuple[tuple[str, Node | None], ...] = ()
 
 
+class Content(NamedTuple):
+    """What is in a file, and its time of change, if that was set since."""
+
+    data: bytes
+    changed: int | None = None
+
+
 class Tree(NamedTuple):
     """Relative paths, what has them, and what is in each."""
 
     names: dict[str, Node]
-    contents: dict[Node, bytes]
+    contents: dict[Node, Content]
 
     def key(self) -> tuple[object, ...]:
         """Equal for trees of which no program can tell one from the other."""
@@ -93,12 +105,15 @@ class Tree(NamedTuple):
             if node.kind == "directory":
                 path.mkdir()
             elif node.kind == "link":
-                path.symlink_to(os.fsdecode(self.contents[node]))
+                path.symlink_to(os.fsdecode(self.contents[node].data))
             elif node in made:
                 os.link(made[node], path)
             else:
-                path.write_bytes(self.contents[node])
+                data, changed = self.contents[node]
+                path.write_bytes(data)
                 path.chmod(node.mode)
+                if changed is not None:
+                    os.utime(path, ns=(changed, changed))
                 made[node] = path
 
 
@@ -118,18 +133,23 @@ def tree(folder: str | Path) -> tuple[Tree, dict[tuple[int, int], Node]]:
                     kind, data = "link", os.fsencode(os.readlink(path))
                 else:
                     data = Path(path).read_bytes()
-                nodes[inode] = Node(kind, data, stat.S_IMODE(status.st_mode))
-                found.contents[nodes[inode]] = data
+                nodes[inode] = Node(kind, data, stat.S_IMODE(status.st_mode), status.st_mtime_ns)
+                found.contents[nodes[inode]] = Content(data, status.st_mtime_ns)
             found.names[os.path.relpath(path, folder)] = nodes[inode]
     return found, nodes
 
 
-def applied(data: bytes, change: Change) -> bytes:
-    """What is in a file after a write to it, or a change of its size."""
+def applied(content: Content, change: Change) -> Content:
+    """What is in a file after a change of it."""
+    data, offset = content.data, change.offset
+    if change.what == "sync":
+        return content
+    if change.what == "time":
+        return Content(data, offset)
     if change.what == "size":
-        return data[: change.offset].ljust(change.offset, b"\0")
-    end = change.offset + len(change.data)
-    return data[: change.offset].ljust(change.offset, b"\0") + change.data + data[end:]
+        return Content(data[:offset].ljust(offset, b"\0"))
+    rest = data[offset + len(change.data) :]
+    return Content(data[:offset].ljust(offset, b"\0") + change.data + rest)
 
 
 class Recorder:
@@ -176,16 +196,17 @@ class Recorder:
                 names.pop(name, None)
                 if node is not None:
                     names[name] = node
-                    contents.setdefault(node, node.start)
-            if change.what in ("write", "size") and change.node is not None:
-                before = contents.get(change.node, change.node.start)
+            if change.node is not None:
+                before = contents.get(change.node, Content(change.node.start))
                 contents[change.node] = applied(before, change)
-        found = tree(self.root)[0]
 
         def rows(of: Tree) -> set[tuple[str, str, bytes]]:
-            return {(name, node.kind, of.contents[node]) for name, node in of.names.items()}
+            return {
+                (name, node.kind, of.contents.get(node, Content(node.start)).data)
+                for name, node in of.names.items()
+            }
 
-        return {row[0] for row in rows(Tree(names, contents)) ^ rows(found)}
+        return {row[0] for row in rows(Tree(names, contents)) ^ rows(tree(self.root)[0])}
 
     def _watch(self, owner: Any, attribute: str, name: str) -> None:
         real = getattr(owner, attribute)
@@ -317,6 +338,12 @@ class Recorder:
     def _fchmod(self, real: Any, path: str, fd: int, mode: int) -> None:
         real()
         self._node(fd).mode = mode
+
+    def _utime(self, real: Any, path: str, of: Any, *_: Any, **__: Any) -> None:
+        real()
+        status = os.fstat(of) if isinstance(of, int) else os.stat(of)
+        node = self._nodes[status.st_dev, status.st_ino]
+        self.changes.append(Change("time", node, status.st_mtime_ns))
 
     def _fsync(self, real: Any, path: str, fd: int) -> None:
         real()

@@ -119,7 +119,7 @@ class TestReplays:
             os.close(fd)
             os.replace(memory / "a", memory / "b")
         found = {
-            tuple((name, state.contents[node]) for name, node in state.names.items())
+            tuple((name, state.contents[node].data) for name, node in state.names.items())
             for _, returned, state in crashes.states(seen, thorough=True)
             if returned
         }

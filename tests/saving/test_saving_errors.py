@@ -63,7 +63,9 @@ def files(folder: Path) -> dict[str, bytes]:
     """Relative paths and contents of all files in a directory."""
     there: Tree = recorder.tree(folder)[0]
     return {
-        name: there.contents[node] for name, node in there.names.items() if node.kind != "directory"
+        name: there.contents[node].data
+        for name, node in there.names.items()
+        if node.kind != "directory"
     }
 
 
