@@ -116,6 +116,8 @@ class Scenario(NamedTuple):
         Raises:
             AssertionError: Something else lies there then than what was saved.
         """
+        if self.call == "align" and mfload.verify(self.path(folder)).manifest is None:
+            self = self._replace(sums="")  # The crash took the manifest: it goes before the data.
         if way == "one file":
             saved = self._replace(new=None).save(folder, third)
         else:
