@@ -39,14 +39,23 @@ def states(seen: Recorder, *, thorough: bool) -> Iterator[tuple[str, bool, Tree]
             names = _names(seen.start, made, lost)
             together = bool(lost) and not thorough
             for fates in _fates(made, {*names.values()}, together=together, thorough=thorough):
-                contents = {
-                    node: _content(seen.start, made, node, fates.get(node, "kept"))
-                    for node in names.values()
-                }
-                state = Tree(names, contents)
+                state = _state(seen.start, made, names, fates)
                 if (key := (returned, state.key())) not in known:
                     known.add(key)
                     yield _words(made, lost, names, fates), returned, state
+
+
+def killed(seen: Recorder, part: float) -> Tree:
+    """What a kill leaves after this part of the changes."""
+    made = seen.changes[: round(len(seen.changes) * part)]
+    return _state(seen.start, made, _names(seen.start, made, ()), {})
+
+
+def _state(
+    start: Tree, made: Sequence[Change], names: dict[str, Node], fates: dict[Node, str]
+) -> Tree:
+    nodes = {*names.values()}
+    return Tree(names, {n: _content(start, made, n, fates.get(n, "kept")) for n in nodes})
 
 
 def _lost_names(made: Sequence[Change], *, thorough: bool) -> list[frozenset[int]]:

@@ -47,13 +47,10 @@ class Node:
     Attributes:
         kind: "file", "directory" or "link".
         start: What is in it before anything is noted; the target of a link.
-        changed: Its time of change before that, in nanoseconds.
     """
 
-    def __init__(
-        self, kind: str, start: bytes = b"", mode: int = 0o644, changed: int | None = None
-    ) -> None:
-        self.kind, self.start, self.mode, self.changed = kind, start, mode, changed
+    def __init__(self, kind: str, start: bytes = b"", mode: int = 0o644) -> None:
+        self.kind, self.start, self.mode = kind, start, mode
 
 
 class Change(NamedTuple):
@@ -133,7 +130,7 @@ def tree(folder: str | Path) -> tuple[Tree, dict[tuple[int, int], Node]]:
                     kind, data = "link", os.fsencode(os.readlink(path))
                 else:
                     data = Path(path).read_bytes()
-                nodes[inode] = Node(kind, data, stat.S_IMODE(status.st_mode), status.st_mtime_ns)
+                nodes[inode] = Node(kind, data, stat.S_IMODE(status.st_mode))
                 found.contents[nodes[inode]] = Content(data, status.st_mtime_ns)
             found.names[os.path.relpath(path, folder)] = nodes[inode]
     return found, nodes

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import crashes
 import numpy as np
 from faults import MODES
-from recorder import tree
+from recorder import Recorder, tree
 
 import mfload
 
@@ -38,6 +40,8 @@ class Scenario(NamedTuple):
         both: Whether a stale single file lies beside the old shards.
         sums: Which have a manifest: "", "old", "new" or "both".
         link: A symbolic link to `name` (or to the directory), through which the call goes.
+        cut: The part of its changes after which a save before was killed, of the old checkpoint or,
+            where there is none, of another.
         call: What is called: "save"; "verify", which writes a manifest; "align", in place;
             "convert", also from a source with a manifest ("convert-summed"), of compressed tensors
             with one ("convert-npz"), or of a model with a tokenizer ("convert-model").
@@ -50,6 +54,7 @@ class Scenario(NamedTuple):
     both: bool = False
     sums: str = ""
     link: str | None = None
+    cut: float = 0.0
     call: str = "save"
 
     @property
@@ -84,9 +89,16 @@ class Scenario(NamedTuple):
             sums = self.sums in ("old", "both")
             # So that `align` has something to do.
             begin = 8 if self.call == "align" else 4096
+            given = arrays(9) if self.cut else old
             mfload.save(
-                old, self.path(folder), max_shard_size=self.old, checksums=sums, align=begin
+                given, self.path(folder), max_shard_size=self.old, checksums=sums, align=begin
             )
+        if self.cut:
+            given = arrays(9) if self.old == 0 else old
+            with Recorder(folder) as seen:
+                self._replace(new=self.old or self.new).save(folder, given)
+            shutil.rmtree(folder)
+            crashes.killed(seen, self.cut).lay_out(folder)
         if not self.index:
             (folder / "model.safetensors.index.json").unlink()
         if self.both:
@@ -173,6 +185,8 @@ CALLS = SCENARIOS | {
     "sharded-summed-no-more": Scenario(14000, 14000, sums="old"),
     "single-sharded-summed": Scenario(None, 14000, sums="both"),
     "sharded-single-summed": Scenario(14000, None, sums="both"),
+    "nothing-cut-off": Scenario(0, 14000, cut=0.8),
+    "sharded-cut-off": Scenario(14000, 14000, cut=0.8),
     "link": Scenario(None, None, "store/w.safetensors", link="to.safetensors"),
     "link-summed": Scenario(None, None, "store/w.safetensors", link="to.safetensors", sums="both"),
     "link-nothing-summed": Scenario(
