@@ -1,6 +1,6 @@
 """Kills savers, in a process of its own that imports no framework: forks are cheap and safe there.
 
-    python tests/kills.py SCENARIO COUNT DIRECTORY
+    python tests/kills.py random SCENARIO COUNT DIRECTORY    at any moment
 
 Prints one line of JSON: what was found how often. What a kill between any two calls leaves, if
 nothing else happens, is among the states of tests/crashes.py.
@@ -83,5 +83,6 @@ def at_random(name: str, times: int, where: Path) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    scenario_name, number_of_kills, directory = sys.argv[1:]
-    print(json.dumps(at_random(scenario_name, int(number_of_kills), Path(directory))))
+    way, *rest, directory = sys.argv[1:]
+    assert way == "random", __doc__
+    print(json.dumps(at_random(rest[0], int(rest[1]), Path(directory))))

@@ -44,7 +44,7 @@ def run(*arguments: object) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", ["single-single", "sharded-same-names", "sharded-single"])
 def test_a_kill_at_a_random_moment(name: str, tmp_path: Path) -> None:
-    found = run(name, RANDOM, tmp_path)
+    found = run("random", name, RANDOM, tmp_path)
     assert sum(found.values()) == RANDOM
     assert found["finished"] >= 1
     assert RANDOM - found["finished"] >= 1, "none was killed"
