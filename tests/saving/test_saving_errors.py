@@ -69,6 +69,8 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
+# After Ctrl-C right behind an open, the garbage collector closes the file, and says so.
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize(("name", "mode", "code"), CASES)
 def test_an_error_in_any_call(name: str, mode: str, code: int, memory: Path) -> None:
     scenario = scenarios.CALLS[name]
