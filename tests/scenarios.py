@@ -131,7 +131,8 @@ class Scenario(NamedTuple):
         if self.call == "align" and mfload.verify(self.path(folder)).manifest is None:
             self = self._replace(sums="")  # The crash took the manifest: it goes before the data.
         if way == "one file":
-            saved = self._replace(new=None).save(folder, third)
+            self = self._replace(new=None)
+            saved = self.save(folder, third)
         else:
             third = third if way == "other arrays" else new
             saved = self.save(folder, third, overwrite=overwrite or third is not new)
@@ -185,6 +186,7 @@ CALLS = SCENARIOS | {
     "sharded-summed-no-more": Scenario(14000, 14000, sums="old"),
     "single-sharded-summed": Scenario(None, 14000, sums="both"),
     "sharded-single-summed": Scenario(14000, None, sums="both"),
+    "nothing-converted": Scenario(0, 14000, call="convert-model"),
     "nothing-cut-off": Scenario(0, 14000, cut=0.8),
     "sharded-cut-off": Scenario(14000, 14000, cut=0.8),
     "link": Scenario(None, None, "store/w.safetensors", link="to.safetensors"),
@@ -280,6 +282,8 @@ def check(folder: Path, scenario: Scenario, old: Arrays, new: Arrays) -> str:
         return whole
     path = folder / (scenario.name or "model.safetensors")
     index = folder / "model.safetensors.index.json"
+    if scenario.old == 0 and scenario.new:
+        assert index.exists() == (whole == "new")
     if index.exists():
         assert found(index, choices) == whole
     if path.exists():

@@ -74,7 +74,7 @@ class Headers:
         self.copies: dict[str, list[str]] = {}
         self.absent: list[str] = []
         self.problems: list[Problem] = []
-        self.notes: list[str] = []
+        self.notes: list[str] = [*found.notes]
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -117,7 +117,7 @@ class ShardedIndex(Index):
 
     def __init__(self, found: CheckpointFiles, timeout: float | None) -> None:
         self.found, self._timeout, self._searched = found, timeout, False
-        self.files, self.notes = tuple(found.names), ()
+        self.files, self.notes = tuple(found.names), found.notes
         self._left = found.placed or {}  # Files of the tensors; empty once all headers were read.
         self.names = self._left.keys()
         self._numbers = dict(zip(self.files, range(len(self.files)), strict=True))

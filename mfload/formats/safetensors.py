@@ -1,4 +1,4 @@
-"""The safetensors header, checked as hostile input.
+"""The safetensors header, checked as hostile input, and the index of shards.
 
 The file is: 8 bytes little-endian header length N, N bytes of JSON, then data up to the end of
 the file. The JSON maps names to {"dtype", "shape", "data_offsets": [begin, end]} with offsets
@@ -31,6 +31,8 @@ from mfload.formats.strict_json import brief
 from mfload.index import Columns, Kind, TensorInfo
 from mfload.sources.base import Source
 
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
 MAX_HEADER = 100_000_000
 """Longest header in bytes that the reference reader takes."""
 
@@ -42,7 +44,7 @@ _RANGE = operator.itemgetter(0, 1)  # Of what `_row` returns: offset and bytes.
 
 def recognise(head: bytes, name: str) -> bool:
     """Whether a file looks like one of the format, by its first bytes and its name."""
-    if name.endswith(".safetensors"):
+    if name.endswith(SUFFIX):
         return True
     return head[8:9] == b"{" and int.from_bytes(head[:8], "little") <= MAX_HEADER
 
@@ -61,6 +63,40 @@ def read(file: Source, source: int = 0) -> tuple[Sequence[TensorInfo], dict[str,
         from mfload.formats import hints  # Here and elsewhere: only errors need it.
 
         raise hints.explain_file(error, file) from None
+
+
+def read_index(source: Source) -> dict[str, Any]:
+    """The JSON of an index; its `weight_map` gives the file of each tensor.
+
+    Raises:
+        SourceError: It can't be read.
+        HeaderError: It is not an index.
+    """
+    if source.size > MAX_HEADER:
+        raise errors.HeaderError(
+            "the index is over the limit",
+            file=source.name,
+            expected=f"at most {errors.amount(MAX_HEADER)}",
+            found=errors.amount(source.size),
+        )
+    raw = source.read(0, source.size)
+    try:
+        table: Any = strict_json.loads(raw, source.name, "index")
+    except errors.HeaderError as error:
+        from mfload.formats import hints
+
+        if b"{" in raw[:8]:  # It is an index, and the error says what is wrong with it.
+            raise
+        raise hints.explain_file(error, source) from None
+    weights = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(weights, dict) or not {*map(type, weights.values())} <= {str}:
+        raise errors.HeaderError(
+            "not a checkpoint index",
+            file=source.name,
+            expected='{"weight_map": {name: file}}; or give the directory of the checkpoint',
+            found=brief(table),
+        )
+    return table
 
 
 def count(file: Source) -> int:

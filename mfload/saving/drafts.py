@@ -60,7 +60,11 @@ class Draft:
         lasting: Whether it has its hidden name from the start and keeps it, unless it is published,
             for a writer that goes on.
         resumed: Whether it was there already.
+        changed: The time of change that the file gets, in nanoseconds. Default: that of its last
+            write.
     """
+
+    changed: int | None = None
 
     def __init__(
         self,
@@ -226,6 +230,9 @@ class Draft:
                 found=errors.amount(self._written),
             )
         self._slots.clear()
+        if self.changed is not None:
+            with contextlib.suppress(OSError):  # Of another owner, to an earlier writer.
+                os.utime(self.path, ns=(self.changed, self.changed))
         try:
             fsync(self._fd)
         except OSError as error:

@@ -1,7 +1,9 @@
 """How the files of a checkpoint get their names: all at once.
 
 - One file over one file, or over nothing, is a link or a rename.
-- Several files over nothing: they get their names, and the index that leads to them comes last.
+- Several files over nothing: the index is written first, under a hidden name. When that is on disk,
+  the files get their names; when these are, the index gets its own. Until then no load takes the
+  files for a checkpoint, and the next save removes them (`formats.unfinished`).
 - Several files or an index are replaced, where a load follows the index alone:
 
   1. The new files get hidden names, which nothing else has.
@@ -12,7 +14,8 @@
   4. An index that leads to their own names takes the place of the first, and the hidden names go;
      for a single file the index goes too.
 
-A writer that dies leaves the old or the new checkpoint whole; the next writer removes what it left.
+A writer that dies leaves the old or the new checkpoint whole; the next writer removes what it left,
+and says so if that had names of its own.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mfload import errors
+from mfload.formats import unfinished
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
 from mfload.saving import drafts as files, journal, layout, targets
 from mfload.saving.drafts import Draft
@@ -57,16 +61,20 @@ class SaveTarget:
         self.path = self.place.path
         self.overwrite = overwrite
         self.mode: int | None = None  # Permissions of the new files. Default: of any new file.
+        self._notes: list[str] = []
         self._look([self.place.name])
 
     def _look(self, names: Sequence[str]) -> Existing:
         """What is there; raises if it may not be replaced by files of these names."""
         place, old = self.place, targets.look(self.place)
         if old.found and not self.overwrite:
-            raise errors.TargetExistsError(
-                "a checkpoint exists already; overwrite=True replaces it",
-                file=place.at(old.found[0]),
-            )
+            what = "a checkpoint exists already; overwrite=True replaces it"
+            if not old.sharded and place.name not in old.found:
+                what = (
+                    "some shards of a checkpoint exist, and no index; if a killed save left them, "
+                    "remove them"
+                )
+            raise errors.TargetExistsError(what, file=place.at(old.found[0]))
         several = len(names) > 1 or old.sharded
         if place.linked is not None and not several:
             # The link's own neighbours would go on hiding what lies behind it.
@@ -106,6 +114,7 @@ class SaveTarget:
         hidden = place.at(place.hidden + (key or secrets.token_hex(8)))
         paths = [f"{hidden}-{number:05}" for number in range(1, len(layouts) + 1)]
         ours = {*paths, journal.name(paths[0])} if key else set[str]()
+        changed = time.time_ns() if len(names) > 1 else None
         drafts: list[Draft] = []
         # If one fails to be discarded, the others still are.
         with contextlib.ExitStack() as stack:
@@ -114,9 +123,9 @@ class SaveTarget:
             except OSError as error:
                 raise errors.from_target(error, place.directory, "make the directory") from error
             # Under the lock, so that no other save takes a draft with a name for a leftover.
-            with _locked(place.directory):
+            with _locked(place.directory) as directory:
                 old = self._look(names)
-                _remove_left(sorted({place.at(name) for name in old.left} - ours))
+                self._clear(directory, old.left, ours)
                 self.mode = _mode(map(place.at, [place.name, *sorted(old.files)]))
                 for path, name, made in zip(paths, names, layouts, strict=True):
                     given = path, made.size, place.at(name), self.mode
@@ -127,9 +136,32 @@ class SaveTarget:
                             each.lasting = False
                         raise
                     stack.callback(drafts[-1].discard)
+                    drafts[-1].changed = changed
                 if drafts[0].named and _swaps(old, names):
                     self._check_links(drafts[0])
             yield drafts
+
+    def _clear(self, directory: int, left: Iterable[str], ours: set[str]) -> None:
+        """Removes what writers left that died; `ours` are paths to keep."""
+        place = self.place
+        shards = sorted(name for name in left if not name.startswith(place.hidden))
+        _remove_left(map(place.at, shards))
+        stay = [name for name in shards if os.path.lexists(place.at(name))]
+        if stay and not self.overwrite:
+            raise errors.TargetExistsError(
+                "a save that did not finish left shards, which can't be removed; if no process is "
+                "writing them any more, remove them",
+                file=place.at(stay[0]),
+                found=unfinished.told(stay),
+            )
+        if shards:
+            self._notes = [f"{'not ' if stay else ''}removed {unfinished.told(stay or shards)}"]
+            # They go first, and their draft when that is on disk: it tells what they are.
+            try:
+                files.fsync(directory)
+            except OSError as error:
+                raise errors.from_target(error, place.directory, "remove files") from error
+        _remove_left(sorted({place.at(name) for name in left} - ours))
 
     def _check_links(self, draft: Draft) -> None:
         """Refuses to replace shards on a file system without hard links, before bytes come."""
@@ -153,7 +185,7 @@ class SaveTarget:
         there now, the index last if there is one, and notes for the user.
         """
         place, names = self.place, self.place.names(len(drafts))
-        notes: list[str] = []
+        notes = [*self._notes]
         with _locked(place.directory) as directory:
             old = self._look(names)
             change = _Change(self, directory, drafts, layouts)
@@ -202,19 +234,25 @@ class _Change:
     def commit(self, names: Sequence[str], *, indexed: bool, replaced: Sequence[str] = ()) -> None:
         """Gives the files these names and, if indexed, an index that leads to them its own."""
         paths = list(map(self.target.place.at, names))
-        try:
-            for draft, path in zip(self.drafts, paths, strict=True):
-                draft.publish(path, replace=self.target.overwrite)
-            if indexed:
-                files.fsync(self.directory)
-                self._place_index(names, replaced)
-        except BaseException:
-            # A single file is there, or it is not.
-            if indexed and not self.committed:
-                pairs = zip(self.drafts, paths, strict=True)
-                _remove(path for draft, path in pairs if draft.is_at(path))
-            raise
-        files.fsync(self.directory)
+        with self._index(names, replaced) if indexed else contextlib.nullcontext() as index:
+            try:
+                for draft, path in zip(self.drafts, paths, strict=True):
+                    draft.publish(path, replace=self.target.overwrite)
+                if index is not None:
+                    files.fsync(self.directory)
+                    index.publish(index.shown, replace=self.target.overwrite)
+            except BaseException:
+                # A single file is there, or it is not.
+                if index is not None and not index.is_at(index.shown):
+                    pairs = zip(self.drafts, paths, strict=True)
+                    stay = _remove(path for draft, path in pairs if draft.is_at(path))
+                    # What tells whose they are goes after them.
+                    index.lasting = bool(stay)
+                    with contextlib.suppress(OSError):
+                        files.fsync(self.directory)
+                raise
+            # Before the hidden name of the index goes, if it is a second one.
+            files.fsync(self.directory)
 
     def replace(self, old: Existing, names: Sequence[str]) -> list[str]:
         """Replaces several files, or an index, by switching the index; returns notes."""
@@ -236,23 +274,27 @@ class _Change:
         # directory takes all files there are: it goes last, and only if the old ones are gone.
         files.fsync(self.directory)
         if len(names) > 1 or left or _remove([place.at(place.index)]):
-            self._place_index(names, left)
+            with self._index(names, left) as index:
+                index.publish(index.shown, replace=True)
         files.fsync(self.directory)
         _remove(map(place.at, hidden))
         files.fsync(self.directory)
         return notes
 
-    def _place_index(self, names: Iterable[str], replaced: Sequence[str]) -> None:
-        """Writes an index that leads to files of these names, and gives it its name."""
+    @contextmanager
+    def _index(self, names: Iterable[str], replaced: Sequence[str]) -> Generator[Draft]:
+        """An index that leads to files of these names, on disk under a hidden name."""
         place = self.target.place
         raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
         path = place.at(place.index)
-        hidden = place.at(place.hidden + secrets.token_hex(8))
-        draft = Draft(hidden, raw.size, path, self.target.mode)
+        hidden = place.at(f"{place.hidden}{secrets.token_hex(8)}{unfinished.INDEX_END}")
+        draft = Draft(hidden, raw.size, path, self.target.mode, lasting=True)
+        draft.lasting, draft.changed = False, self.drafts[0].changed
         try:
             draft.write(0, [raw])
             draft.sync()
-            draft.publish(path, replace=self.target.overwrite)
+            files.fsync(self.directory)
+            yield draft
         finally:
             # Ctrl-C may have come right after the rename: the disk knows what is true.
             self.committed = self.committed or draft.is_at(path)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from mfload import errors, sources
+from mfload.formats import unfinished
 from mfload.formats.base import FORMATS
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import encodable
@@ -84,7 +85,7 @@ class Location:
     def hidden(self) -> str:
         """What the hidden names of this place begin with, in any process; no other name does."""
         # Not the name itself: it may be as long as a name can be.
-        return f".mfload-{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:12]}-"
+        return f"{unfinished.HIDDEN}{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:12]}-"
 
     def check_names(self, names: Iterable[str]) -> None:
         """Raises TargetError if something other than a regular file has one of these names."""
@@ -159,8 +160,8 @@ class Existing(NamedTuple):
         sharded: Whether an index, or a complete set of shards without one, is there.
         files: Files of the checkpoint, the index left out, that go when it is replaced.
         kept: Files to which other indexes in the directory lead.
-        left: Files of writers that died, or have not finished: hidden ones, and shards that have a
-            hidden name too while there is no index.
+        left: Files of writers that died, or have not finished: hidden ones, and shards to which
+            the draft of an index leads.
         doubt: An index that can't be read: it may lead to any file, so that none may go.
     """
 
@@ -187,9 +188,9 @@ def look(place: Location) -> Existing:
     shard = re.compile(re.escape(place.stem) + r"-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
     shards = sorted(filter(shard.fullmatch, names)) if place.stem else []
     indexed = not indexes.isdisjoint(own)
-    # Drafts that got their names from a writer that died before the index: no checkpoint yet.
-    drafts = {_inode(place.at(name)) for name in hidden} if shards and not indexed else set[int]()
-    early = {name for name in shards if drafts and _inode(place.at(name)) in drafts}
+    # They got their names from a writer that died before the index did: no checkpoint yet.
+    looked = {*hidden, *shards} if hidden and not indexed else ()
+    early = unfinished.shards(place.directory, looked)
     shards = [name for name in shards if name not in early]
     found = [name for name in own if name in names] or shards
     # Without an index, one complete set of shards is the checkpoint.
@@ -209,16 +210,9 @@ def look(place: Location) -> Existing:
         else:
             kept |= leads_to
     # While an index can't be read, the hidden files may be what it leads to.
-    left = (hidden | early) - placed - kept if doubt is None else frozenset[str]()
+    left = hidden.union(early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
     return Existing(found, indexed or bool(placed), files, kept, left, doubt)
-
-
-def _inode(path: str) -> int:
-    try:
-        return os.lstat(path).st_ino
-    except OSError:
-        return -1
 
 
 def _leads_to(path: str) -> frozenset[str]:

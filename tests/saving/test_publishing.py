@@ -570,11 +570,13 @@ class TestNotOurs:
         for name in ("link", "fsync", "replace"):
             note(name)
         mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
-        # Each index: its bytes, the names it leads to, then its own name, and that again.
-        indexes = [at for at, call in enumerate(made) if call == "index"]
-        assert len(indexes) == 2
-        for at in indexes:
-            assert made[at - 3 : at + 2] == ["fsync", "fsync", "link", "index", "fsync"]
+        first, second = (at for at, call in enumerate(made) if call == "index")
+        count = len(list(tmp_path.glob("model-*")))
+        # The files; the index' bytes and its hidden name; the names it leads to; its own name.
+        links = ["link"] * count
+        assert made[: first + 2] == ["fsync"] * (count + 2) + links + ["fsync", "index", "fsync"]
+        # The names are on disk, then bytes and hidden name of the other index, and its own name.
+        assert made[second - 4 : second + 2] == ["replace", *["fsync"] * 3, "index", "fsync"]
 
 
 class TestReaders:

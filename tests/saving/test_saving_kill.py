@@ -42,7 +42,9 @@ def run(*arguments: object) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["single-single", "sharded-same-names", "sharded-single"])
+@pytest.mark.parametrize(
+    "name", ["nothing-sharded", "single-single", "sharded-same-names", "sharded-single"]
+)
 def test_a_kill_at_a_random_moment(name: str, tmp_path: Path) -> None:
     found = run("random", name, RANDOM, tmp_path)
     assert sum(found.values()) == RANDOM
