@@ -682,7 +682,8 @@ def save(
             2 and 4 bits as 8-bit ones, with a note.
         path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
             in it. Missing directories are made. Of a symbolic link, the file it leads to is
-            replaced. A name that ends as another format's, such as `x.pt`, is refused.
+            replaced; a link into a cache of blobs, such as that of Hugging Face, becomes a file
+            itself. A name that ends as another format's, such as `x.pt`, is refused.
         metadata: Strings for the header.
         align: The data of each file begins on a multiple of so many bytes: a power of two, at
             least 8, also as a text such as "4KiB".

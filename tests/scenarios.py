@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ class Scenario(NamedTuple):
         call: What is called: "save"; "verify", which writes a manifest; "align", in place;
             "convert", also from a source with a manifest ("convert-summed"), of compressed tensors
             with one ("convert-npz"), or of a model with a tokenizer ("convert-model").
+        hub: Whether all files are links to blobs beside the directory, as in the hub's cache.
     """
 
     old: int | None
@@ -56,6 +58,7 @@ class Scenario(NamedTuple):
     link: str | None = None
     cut: float = 0.0
     call: str = "save"
+    hub: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -106,6 +109,11 @@ class Scenario(NamedTuple):
             mfload.save(old, self.path(folder), overwrite=True)
             for name, raw in files.items():
                 (folder / name).write_bytes(raw)
+        for path in folder.iterdir() if self.hub else ():
+            blob = folder.with_name("blobs") / hashlib.sha256(path.read_bytes()).hexdigest()
+            blob.parent.mkdir(exist_ok=True)
+            path.rename(blob)
+            path.symlink_to(blob)
 
     def save(self, folder: Path, new: Arrays, *, overwrite: bool = True) -> mfload.Saved:
         """Saves the new checkpoint."""
@@ -172,6 +180,9 @@ SCENARIOS = {
     "no-index-sharded": Scenario(9000, 9000, index=False),
     "both-single": Scenario(9000, None, both=True),
     "both-sharded": Scenario(9000, 14000, both=True),
+    "hub-single": Scenario(None, None, hub=True),
+    "hub-sharded": Scenario(9000, 14000, hub=True),
+    "hub-sharded-single": Scenario(9000, None, hub=True),
 }
 """Saves of a checkpoint alone."""
 
@@ -189,6 +200,7 @@ CALLS = SCENARIOS | {
     "nothing-converted": Scenario(0, 14000, call="convert-model"),
     "nothing-cut-off": Scenario(0, 14000, cut=0.8),
     "sharded-cut-off": Scenario(14000, 14000, cut=0.8),
+    "hub-summed": Scenario(None, None, hub=True, sums="both"),
     "link": Scenario(None, None, "store/w.safetensors", link="to.safetensors"),
     "link-summed": Scenario(None, None, "store/w.safetensors", link="to.safetensors", sums="both"),
     "link-nothing-summed": Scenario(
@@ -270,6 +282,8 @@ def check(folder: Path, scenario: Scenario, old: Arrays, new: Arrays) -> str:
             that something is wrong.
     """
     assert (folder / "config.json").read_text() == '{"keep": true}'
+    for blob in folder.parent.glob("blobs/*"):
+        assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name
     choices = {"new": new} if old is new else {"old": old, "new": new}
     apart = scenario.link or "/" in (scenario.name or "")
     whole = found(scenario.path(folder) if apart else folder, choices)

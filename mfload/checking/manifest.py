@@ -33,6 +33,7 @@ from mfload.formats.strict_json import brief, encodable
 from mfload.index import TensorInfo
 from mfload.saving.drafts import Draft
 from mfload.sources.base import Source
+from mfload.sources.local import is_cached, place_of, resolved
 
 Algorithm = Literal["xxh3", "sha256", "both"]
 ALGORITHMS: tuple[str, ...] = get_args(Algorithm)
@@ -151,7 +152,7 @@ class Manifest:
                 other than a manifest.
             TargetError: It can't be written.
         """
-        name = os.path.abspath(text_path(path))
+        name = place_of(text_path(path))
         check_target(name, overwrite=overwrite)
         directory, base = os.path.split(name)
         raw = np.frombuffer(self.text().encode(), np.uint8)
@@ -185,6 +186,7 @@ def text_path(path: Any) -> str:
 
 def check_target(path: str, *, overwrite: bool) -> None:
     """Refuses to write a manifest over anything but a manifest that may be replaced."""
+    path = place_of(path)
     if path.endswith((discovery.SUFFIX, discovery.INDEX_SUFFIX)):
         raise errors.UsageError(
             "a manifest can't take the place of a checkpoint's file",
@@ -198,7 +200,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
     except OSError as error:
         raise errors.from_target(error, path, "look at the manifest") from error
     replaceable = False
-    if overwrite and stat.S_ISREG(mode):
+    if overwrite and (stat.S_ISREG(mode) or is_cached(path)):
         with contextlib.suppress(errors.SourceError):
             source = sources.find(path)
             replaceable = _MARK.match(source.read(0, min(source.size, 4096))) is not None
@@ -210,14 +212,16 @@ def check_target(path: str, *, overwrite: bool) -> None:
 def beside(files: Sequence[str], index: str | None = None) -> str:
     """The default path of a manifest, given the files of a checkpoint and its index.
 
-    It is `model.checksums.json` for model.safetensors, for its index, and for its shards.
+    It is `model.checksums.json` for model.safetensors, for its index, and for its shards. It lies
+    where the data is, also if that is reached through symbolic links.
     """
-    name, alone = os.path.basename(index or files[-1]), len(files) == 1
-    stems = {discovery.stem(os.path.basename(file), alone=alone) for file in files}
+    places, alone = _places(files, index), len(files) == 1
+    name = os.path.basename(places[-1])
+    stems = {discovery.stem(os.path.basename(file), alone=alone) for file in places[: len(files)]}
     if name.endswith(discovery.INDEX_SUFFIX):
         stems = {name.removesuffix(discovery.INDEX_SUFFIX)}
     stem = stems.pop() if len(stems) == 1 else ""
-    return os.path.join(_directory(files, index), (stem or "checkpoint") + SUFFIX)
+    return os.path.join(_directory(places), (stem or "checkpoint") + SUFFIX)
 
 
 def there(files: Sequence[str], index: str | None = None) -> str:
@@ -229,23 +233,32 @@ def there(files: Sequence[str], index: str | None = None) -> str:
     path = beside(files, index)
     if index or len(files) != 1 or os.path.lexists(path):
         return path
-    stem = os.path.join(_directory(files, index), discovery.stem(os.path.basename(files[0])))
+    directory, name = os.path.split(place_of(files[0]))
+    stem = os.path.join(directory, discovery.stem(name))
     of_another = os.path.lexists(stem + discovery.SUFFIX)
     return stem + SUFFIX if os.path.lexists(stem + SUFFIX) and not of_another else path
 
 
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
     """What a manifest calls the files of a checkpoint: paths relative to its directory."""
-    directory = _directory(files, index)
+    places = _places(files, index)
+    directory = _directory(places)
     return {
-        file: os.path.relpath(os.path.abspath(file), directory).replace(os.sep, "/")
-        for file in files
+        file: os.path.relpath(place, directory).replace(os.sep, "/")
+        for file, place in zip(files, places, strict=False)  # The index is no file of it.
     }
 
 
-def _directory(files: Sequence[str], index: str | None) -> str:
-    paths = [*files, index] if index else files
-    return os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path in paths])
+def _places(files: Sequence[str], index: str | None) -> list[str]:
+    """Where the files are, and the index; the links to them, if they lie here and there."""
+    paths = [*files, index] if index else [*files]
+    places = [place_of(path) for path in paths]
+    apart = len({os.path.dirname(place) for place in places}) > 1
+    return [resolved(path) for path in paths] if apart else places
+
+
+def _directory(places: Sequence[str]) -> str:
+    return os.path.commonpath([os.path.dirname(place) for place in places])
 
 
 def _tensor_text(entry: TensorEntry) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mfload import errors, sources
+from mfload.sources.local import place_of
 
 Sums = str | os.PathLike[str] | Mapping[str, str] | None
 """What `sha256=` takes: "auto", 64 digits, the path of a list, or {file name: digits}."""
@@ -60,24 +61,25 @@ def _of_hub(file: str) -> PublishedSum | None:
 
     Its cache lays a snapshot as links to blobs that are named by their SHA-256, as Git LFS
     names its objects. A download into a directory of the user's keeps the digest in a file
-    below `.cache/huggingface`.
+    below `.cache/huggingface`, and the time: a file that was written to later holds other data.
     """
     blob = os.path.basename(os.path.realpath(file))
     if _HEX.fullmatch(blob):
         return PublishedSum(blob.lower(), "the name of its blob")
-    path = os.path.abspath(file)
+    path = place_of(file)
     directory = os.path.dirname(path)
     for _ in range(_LEVELS):
         record = os.path.join(directory, *_LOCAL, os.path.relpath(path, directory) + ".metadata")
         directory = os.path.dirname(directory)
         try:
             with open(record, "rb") as opened:
-                lines = opened.read(4096).decode("ascii", "replace").splitlines()
+                _, digest, written = opened.read(4096).decode("ascii", "replace").split()
+            current = os.stat(path).st_mtime <= float(written)
         except (OSError, ValueError):
             continue
         # The second line is the hub's ETag: for large files their SHA-256.
-        if len(lines) > 1 and _HEX.fullmatch(lines[1]):
-            return PublishedSum(lines[1].lower(), record)
+        if current and _HEX.fullmatch(digest):
+            return PublishedSum(digest.lower(), record)
     return None
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mfload import dtypes, errors
-from mfload.checking import beside, manifest, published, renaming
+from mfload.checking import beside, manifest, renaming
 from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
 from mfload.checking.copying import Copier, read_back
@@ -113,7 +113,6 @@ class _Rewrite:
         name = _named(self.index.files) if in_files else None
         where = _own_place(self.index.files, found) if target is None else target
         self.place = SaveTarget(where, wishes.overwrite, name)
-        self._check_place(target is None)
         if foreign:
             self._check_dtypes()
         in_files &= target is None or self.place.place.whole
@@ -123,17 +122,6 @@ class _Rewrite:
         self.old = manifest.there(self.index.files, found.index_file)
         self.new = manifest.beside([self.place.path])
         self.same = os.path.realpath(self.new) == os.path.realpath(self.old)
-
-    def _check_place(self, own: bool) -> None:
-        """Refuses to replace files whose checksums the client of Hugging Face keeps."""
-        path, files = self.place.path, self.index.files
-        in_place = [file for file in files if own or os.path.realpath(file) == path]
-        for file, recorded in published.expected("auto", in_place).items():
-            raise errors.UsageError(
-                "the Hugging Face client keeps the SHA-256 of the file; name another target",
-                file=file,
-                found=recorded.origin,
-            )
 
     def _check_dtypes(self) -> None:
         for row in self.rows:

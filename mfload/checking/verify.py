@@ -126,7 +126,8 @@ def verify(
             "sha256" of each file, or "both". XXH3 is hashed as fast as memory is read, SHA-256
             several times slower. "both" compares what the manifest has.
         manifest: Path of the manifest, or one that was read. Default: `<name>.checksums.json`
-            beside the checkpoint.
+            beside the checkpoint, where symbolic links lead to; in a snapshot of the Hugging Face
+            cache, beside its links.
         sha256: The SHA-256 of the files: 64 digits for one file, the path of a list as `sha256sum`
             writes it, `{file: digits}`, or "auto" for what the cache of the Hugging Face client
             says. The cache also counts wherever SHA-256 sums are written or compared.

@@ -100,7 +100,7 @@ class SaveTarget:
                     "name that index's checkpoint, or another target",
                     file=place.at(name),
                 )
-        place.check_names([*names, place.index])
+        place.check_names(sorted({*names, place.index, *old.files}))
         return old
 
     @contextmanager
@@ -188,6 +188,8 @@ class SaveTarget:
         notes = [*self._notes]
         with _locked(place.directory) as directory:
             old = self._look(names)
+            # None of them is followed: `_look` refuses links into anything but a cache of blobs.
+            links = [n for n in {*names, place.index} if os.path.islink(place.at(n))]
             change = _Change(self, directory, drafts, layouts)
             try:
                 if not _swaps(old, names):
@@ -204,6 +206,10 @@ class SaveTarget:
                 if change.committed:
                     told.message += "; the new checkpoint is whole, and loads by its index"
                 raise told from (None if told is error else error)
+        now = {n for n in links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))}
+        if now:
+            told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
+            notes.append(told)
         if place.stem and os.path.exists(place.at(place.index)):
             names.append(place.index)
         if place.whole:
@@ -268,8 +274,7 @@ class _Change:
             notes.append(f"of the old checkpoint, {place.at(left[0])} could not be removed")
         gone = [name for name in going if name not in left]
         if gone:
-            more = f" and {len(gone) - _SHOWN} more" if len(gone) > _SHOWN else ""
-            notes.append(f"removed of the old checkpoint: {', '.join(gone[:_SHOWN])}{more}")
+            notes.append(f"removed of the old checkpoint: {_shown(gone)}")
         # The names are on disk before what leads to them. Without an index, a load of the
         # directory takes all files there are: it goes last, and only if the old ones are gone.
         files.fsync(self.directory)
@@ -299,6 +304,11 @@ class _Change:
             # Ctrl-C may have come right after the rename: the disk knows what is true.
             self.committed = self.committed or draft.is_at(path)
             draft.discard()
+
+
+def _shown(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
 
 
 def _remove(paths: Iterable[str]) -> list[str]:
@@ -332,7 +342,7 @@ def _mode(paths: Iterable[str]) -> int | None:
     """Permissions of the first regular file among these paths; None if there is none."""
     for path in paths:
         with contextlib.suppress(OSError):
-            mode = os.lstat(path).st_mode
+            mode = os.stat(path).st_mode  # Of a link into a cache, the blob's.
             if stat.S_ISREG(mode):
                 return stat.S_IMODE(mode) & 0o777
     return None

@@ -17,7 +17,7 @@ from mfload.formats.base import FORMATS
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import encodable
 from mfload.saving.layout import REPLACED
-from mfload.sources.local import kind_of
+from mfload.sources.local import is_cached, kind_of, place_of
 
 _FOREIGN = (
     ".bin", ".ckpt", ".distcp", ".ggml", ".gguf", ".h5", ".hdf5", ".joblib", ".keras", ".nemo",
@@ -33,7 +33,8 @@ class Location:
     """A directory and the name of a single file in it.
 
     Attributes:
-        linked: The symbolic link that led here, if one did.
+        linked: The symbolic link that led here, if one did. Links into a cache of blobs lead
+            nowhere: they are what is replaced.
         whole: Whether the directory was named, not a file in it.
     """
 
@@ -88,7 +89,7 @@ class Location:
         return f"{unfinished.HIDDEN}{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:12]}-"
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Raises TargetError if something other than a regular file has one of these names."""
+        """Raises TargetError if something has one of these names that no file may replace."""
         for path in map(self.at, names):
             try:
                 mode = os.lstat(path).st_mode
@@ -96,7 +97,13 @@ class Location:
                 continue
             except OSError as error:
                 raise errors.from_target(error, path, "look at the target") from error
-            if not stat.S_ISREG(mode):
+            if stat.S_ISLNK(mode) and not is_cached(path):
+                raise errors.TargetError(
+                    "several files can't be replaced through a symbolic link; name its target",
+                    file=path,
+                    expected=place_of(path),
+                )
+            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 raise errors.TargetError(
                     "something other than a file has the name",
                     file=path,
@@ -125,12 +132,11 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
             place = Location(os.path.realpath(given), stem + SUFFIX, whole=True)
         else:
             place = Location(os.path.realpath(directory or "."), name)
-        if os.path.islink(place.path):
-            # As an editor would: what the link leads to is replaced, the link stays.
-            target = os.path.realpath(place.path)
-            if os.path.islink(target):
-                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        # As an editor would: what a link leads to is replaced, the link stays.
+        if (target := place_of(place.path)) != place.path:
             place = Location(*os.path.split(target), place.path)
+        if os.path.islink(target) and not is_cached(target):
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
     except OSError as error:
         raise errors.from_target(error, given, "use the target's directory") from error
     if place.name.endswith(".json"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import operator
 import os
+import re
 import stat
 import weakref
 from collections import deque
@@ -24,6 +25,7 @@ from mfload.sources.base import ClosedAtEnd, Costs, Identity, shrunk
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
 _FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
 _IDENTITY = operator.attrgetter("st_ino", "st_size", "st_mtime_ns", "st_dev")
+_MOST_LINKS = 40  # Of a chain, as for Linux.
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symbolic link",
@@ -37,6 +39,54 @@ _KINDS = {
 def kind_of(mode: int) -> str:
     """What lies at a path instead of a regular file, by the mode that `stat` gives."""
     return _KINDS.get(stat.S_IFMT(mode), "something else")
+
+
+def place_of(path: str) -> str:
+    """Where the data of a file is: symbolic links are followed, except into a cache of blobs.
+
+    Of a link into one (see `is_cached`) the place is its own: the cache gives the blob to others
+    too, under a name that is its hash. The directory is resolved in any case. Nothing is raised:
+    of a loop of links, the place is one of them.
+    """
+    path = resolved(path)
+    for _ in range(_MOST_LINKS):
+        target = _target(path)
+        if target is None or _is_blob(target):
+            break
+        path = target
+    return path
+
+
+def is_cached(path: str) -> bool:
+    """Whether a path is a symbolic link into a cache of blobs, where the content gives the name.
+
+    That is: the name of the target has 30 hexadecimal digits in a row (Hugging Face, Ollama, OCI,
+    DVC, git-annex), or its directory is called `blobs`.
+    """
+    target = _target(resolved(path))
+    return target is not None and _is_blob(target)
+
+
+def resolved(path: str) -> str:
+    """The path with its directory resolved; if it is a symbolic link, its own."""
+    directory, name = os.path.split(path)
+    with suppress(ValueError):  # A null byte.
+        directory = os.path.realpath(directory)
+    return os.path.join(directory, name)
+
+
+def _target(path: str) -> str | None:
+    """What a symbolic link names, as an absolute path; None for anything else."""
+    try:
+        return resolved(os.path.join(os.path.dirname(path), os.readlink(path)))
+    except (OSError, ValueError):
+        return None
+
+
+def _is_blob(path: str) -> bool:
+    directory, name = os.path.split(path)
+    named = os.path.basename(directory) == "blobs" or re.search("[0-9a-fA-F]{30}", name)
+    return bool(named) and not os.path.isdir(path)
 
 
 class LocalFile:

@@ -185,11 +185,14 @@ def test_a_hubs_cache_is_not_written_to(tmp_path: Path, source: Path, target: Pa
     source.rename(blob)
     source.symlink_to(blob)
     before = blob.read_bytes()
-    with pytest.raises(errors.UsageError, match="another target") as info:
-        mfload.align(source, overwrite=True)
-    assert info.value.file == os.fspath(source)
-    assert blob.read_bytes() == before
     mfload.align(source, target)
+    assert source.is_symlink()
+    aligned = mfload.align(source, overwrite=True)
+    assert aligned.files == (os.fspath(source),)
+    assert any("the blobs stay" in note for note in aligned.notes)
+    assert not source.is_symlink()
+    assert blob.read_bytes() == before
+    samples.assert_same(_read(source), MODEL)
     samples.assert_same(_read(target / "model.safetensors"), MODEL)
 
 
@@ -564,15 +567,18 @@ def test_one_shard_of_a_model_is_not_cut_under_its_index(shards: Path) -> None:
     samples.assert_same(mfload.load(shards, framework="numpy"), MODEL)
 
 
-def test_a_hubs_download_is_not_replaced(source: Path) -> None:
+def test_a_hubs_download_that_is_replaced_is_not_called_damaged(source: Path) -> None:
     records = source.parent / ".cache" / "huggingface" / "download"
     records.mkdir(parents=True)
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
-    (records / f"{source.name}.metadata").write_text(f"{'c' * 40}\n{digest}\n1.5\n")
+    text = f"{'c' * 40}\n{digest}\n{time.time()}\n"
     for target in (None, source):
-        with pytest.raises(errors.UsageError, match="another target"):
-            mfload.align(source, target, overwrite=True)
-    assert mfload.verify(source, sha256="auto").ok
+        (records / f"{source.name}.metadata").write_text(text)
+        assert mfload.verify(source, sha256="auto").ok == (target is None)
+        mfload.align(source, target, overwrite=True)
+        assert mfload.verify(source, checksums="write", overwrite=True).ok
+        found = mfload.verify(source, sha256="auto")
+        assert [each.what for each in found.problems] == ["no SHA-256 is known of the file"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

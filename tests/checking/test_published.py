@@ -114,6 +114,7 @@ def test_what_a_download_into_a_directory_leaves(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     for name in ("a.safetensors", "sub/b.safetensors", "c.safetensors"):
         (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (1700000000, 1700000000))
     (records / "a.safetensors.metadata").write_text(f"{'c' * 40}\n{A}\n1700000000.5\n")
     (records / "sub" / "b.safetensors.metadata").write_text(f"{'c' * 40}\n{B}\n1700000000.5\n")
     (records / "c.safetensors.metadata").write_text(f"{'c' * 40}\n{'d' * 40}\n1700000000.5\n")
@@ -121,6 +122,28 @@ def test_what_a_download_into_a_directory_leaves(tmp_path: Path) -> None:
     found = published.expected("auto", [os.fspath(tmp_path / name) for name in names])
     assert [each.digest for each in found.values()] == [A, B]
     assert "metadata" in found[os.fspath(tmp_path / "a.safetensors")].origin
+    link = tmp_path / "sub" / "sub" / "link.safetensors"
+    link.parent.mkdir()
+    link.symlink_to(tmp_path / "a.safetensors")
+    assert published.expected("auto", [os.fspath(link)])[os.fspath(link)].digest == A
+
+
+def test_a_record_of_a_download_is_of_a_file_that_was_not_written_since(tmp_path: Path) -> None:
+    records = tmp_path / ".cache" / "huggingface" / "download"
+    records.mkdir(parents=True)
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(b"")
+    os.utime(file, (1700000000, 1700000000))
+    for text, known in {
+        f"{'c' * 40}\n{A}\n1700000000.0\n": True,
+        f"{'c' * 40}\n{A}\n1699999999.9\n": False,
+        f"{'c' * 40}\n{A}\nnan\n": False,
+        f"{'c' * 40}\n{A}\nsoon\n": False,
+        f"{'c' * 40}\n{A}\n": False,
+        "": False,
+    }.items():
+        (records / "a.safetensors.metadata").write_text(text)
+        assert bool(published.expected("auto", [os.fspath(file)])) == known
 
 
 def test_digits_that_are_too_few_are_told_what_was_wanted(files: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import stat
@@ -55,6 +56,24 @@ def blank(size: int, *names: str) -> Layout:
 
 def found(path: Path) -> str:
     return scenarios.found(path, {"old": OLD, "new": NEW})
+
+
+def snapshots(root: Path, limit: int | None) -> list[Path]:
+    """Two snapshots of the old arrays, as the hub's cache has them: links to the same blobs."""
+    (root / "blobs").mkdir()
+    made = [root / "snapshots" / name for name in ("r1", "r2")]
+    for each in made:
+        each.mkdir(parents=True)
+    mfload.save(OLD, f"{root}/made/", max_shard_size=limit)
+    for path in (root / "made").iterdir():
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        # The digits of small files are those that Git has.
+        blob = root / "blobs" / (digest[:40] if path.name.endswith(".json") else digest)
+        path.rename(blob)
+        for each in made:
+            (each / path.name).symlink_to(os.path.join("..", "..", "blobs", blob.name))
+    (root / "made").rmdir()
+    return made
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -260,21 +279,85 @@ class TestLinks:
         assert link.is_symlink()
         assert found(tmp_path / "real.safetensors") == "new"
 
+    @pytest.mark.parametrize("way", WAYS[:2])
     @pytest.mark.parametrize("limit", [None, 9000])
-    def test_a_hub_s_snapshot_is_left_alone(self, limit: int | None, tmp_path: Path) -> None:
-        blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
-        blobs.mkdir()
-        snapshot.mkdir()
-        mfload.save(OLD, blobs, max_shard_size=9000)
-        for path in blobs.iterdir():
-            (snapshot / path.name).symlink_to(path)
-        before = files(blobs)
-        with pytest.raises(errors.TargetError) as caught:
-            mfload.save(NEW, snapshot, max_shard_size=limit, overwrite=True)
-        assert "symbolic link" in str(caught.value)
-        assert files(blobs) == before
-        assert all(path.is_symlink() for path in snapshot.iterdir())
-        assert found(snapshot) == "old"
+    @pytest.mark.parametrize("before", [None, 9000])
+    def test_of_a_hub_s_cache_only_the_snapshot_changes(
+        self, before: int | None, limit: int | None, way: Any, tmp_path: Path
+    ) -> None:
+        first, second = snapshots(tmp_path, before)
+        blobs = files(tmp_path / "blobs")
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(NEW, first, max_shard_size=limit)
+        with way():
+            saved = mfload.save(NEW, first, max_shard_size=limit, overwrite=True)
+        assert files(tmp_path / "blobs") == blobs
+        assert found(second) == "old"
+        assert found(first) == "new"
+        assert {os.path.basename(file) for file in saved.files} == {*os.listdir(first)}
+        assert not any(path.is_symlink() for path in first.iterdir())
+        assert all(path.is_symlink() for path in second.iterdir())
+        # Which of the names are still there; the others are told of as removed.
+        told = ["the blobs stay" in note for note in saved.notes]
+        assert any(told) == (before == limit)
+        assert "blobs" not in str(mfload.save(OLD, first, overwrite=True).notes)
+
+    def test_a_file_of_a_hub_s_snapshot_by_its_name(self, tmp_path: Path) -> None:
+        first, second = snapshots(tmp_path, None)
+        blobs = files(tmp_path / "blobs")
+        link = tmp_path / "mine.safetensors"
+        link.symlink_to(first / "model.safetensors")  # A chain: it leads to a name of the user's.
+        saved = mfload.save(NEW, link, overwrite=True)
+        assert saved.files == (str(first / "model.safetensors"),)
+        assert saved.notes == (
+            "replaced links into a cache of blobs, the blobs stay: model.safetensors",
+        )
+        assert link.is_symlink()
+        assert [found(link), found(first), found(second)] == ["new", "new", "old"]
+        assert files(tmp_path / "blobs") == blobs
+
+    @pytest.mark.parametrize("limit", [None, 9000])
+    def test_what_was_private_stays_so(self, limit: int | None, tmp_path: Path) -> None:
+        first, _ = snapshots(tmp_path, limit)
+        for blob in (tmp_path / "blobs").iterdir():
+            blob.chmod(0o600)
+        mfload.save(NEW, first, max_shard_size=limit, overwrite=True)
+        assert {stat.S_IMODE(path.lstat().st_mode) for path in first.iterdir()} == {0o600}
+
+    def test_a_blob_that_was_cleaned_away_does_not_come_back(self, tmp_path: Path) -> None:
+        first, second = snapshots(tmp_path, None)
+        for blob in (tmp_path / "blobs").iterdir():
+            blob.unlink()
+        mfload.save(NEW, first, overwrite=True)
+        assert found(first) == "new"
+        assert os.listdir(tmp_path / "blobs") == []
+        assert not (second / "model.safetensors").exists()
+
+    @pytest.mark.parametrize("limit", [None, 9000])
+    @pytest.mark.parametrize("linked", ["shards", "one shard", "index", "all"])
+    def test_shards_behind_links_are_not_replaced(
+        self, linked: str, limit: int | None, tmp_path: Path
+    ) -> None:
+        there, here = tmp_path / "there", tmp_path / "here"
+        here.mkdir()
+        mfload.save(OLD, f"{there}/", max_shard_size=9000)
+        for number, path in enumerate(sorted(there.iterdir())):
+            is_index = path.name.endswith(".json")
+            chosen = {"shards": not is_index, "one shard": number == 1, "index": is_index}
+            if chosen.get(linked, True):
+                elsewhere = tmp_path / str(number % 2)
+                elsewhere.mkdir(exist_ok=True)
+                os.rename(path, elsewhere / path.name)
+                (here / path.name).symlink_to(elsewhere / path.name)
+            else:
+                os.rename(path, here / path.name)
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*.*")}
+        with pytest.raises(errors.TargetError, match="through a symbolic link") as caught:
+            mfload.save(NEW, here, max_shard_size=limit, overwrite=True)
+        assert os.path.islink(str(caught.value.file))
+        assert caught.value.expected == os.path.realpath(str(caught.value.file))
+        assert {path: path.read_bytes() for path in tmp_path.rglob("*.*")} == before
+        assert found(here) == "old"
 
     def test_shards_are_not_written_through_a_link(self, tmp_path: Path) -> None:
         mfload.save(OLD, tmp_path / "real.safetensors")

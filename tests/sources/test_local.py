@@ -7,6 +7,7 @@ import errno
 import os
 import pickle
 import socket
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import watch
+from hypothesis import given, settings, strategies as st
 
 from mfload import errors, sources
 from mfload.sources import local
@@ -36,6 +38,92 @@ def test_bytes_by_offset(path: Path) -> None:
         assert source.read(0, 0) == b""
         assert source.read(0, 200) == path.read_bytes()
         source.check()
+
+
+class TestPlaces:
+    BLOBS = (
+        f"blobs/{'0a' * 32}",  # Hugging Face, of large files.
+        f"blobs/{'0a' * 20}",  # And of small ones.
+        "blobs/an-etag-of-a-mirror",
+        f"blobs/sha256-{'0a' * 32}",  # Ollama.
+        f"blobs/sha256/{'0a' * 32}",  # OCI.
+        f"files/md5/ab/{'c9' * 15}",  # DVC.
+        f"annex/objects/x/SHA256E-s123--{'0a' * 32}.safetensors",  # git-annex.
+        f"linked/{'0a' * 32}",
+        "linked/etag",
+    )
+
+    @pytest.mark.parametrize("exists", [True, False])
+    @pytest.mark.parametrize("blob", BLOBS)
+    def test_a_link_into_a_cache_is_not_followed(
+        self, blob: str, exists: bool, tmp_path: Path
+    ) -> None:
+        (tmp_path / "blobs").mkdir()
+        (tmp_path / "linked").symlink_to("blobs")
+        (tmp_path / blob).parent.mkdir(parents=True, exist_ok=True)
+        if exists:
+            (tmp_path / blob).write_bytes(b"")
+        link = os.path.join(tmp_path, "link")
+        other = os.path.join(tmp_path, "other")
+        os.symlink(blob, link)
+        os.symlink(link, other)
+        assert local.is_cached(link)
+        assert not local.is_cached(other)
+        assert not local.is_cached(os.path.join(tmp_path, blob))
+        assert local.place_of(link) == local.place_of(other) == link
+
+    def test_names_of_the_user_s(self, tmp_path: Path) -> None:
+        """Directories may be called by a hash, as those of runs and snapshots are."""
+        names = ["model.safetensors", "step-00000000000000001000", "0123abcd",
+                 "a/blobs.safetensors", "blobs/x/model.safetensors",
+                 f"{'0a' * 20}/model.safetensors",
+                 "3f0c6b1e-8e4c-4b4e-9d3a-0f6d5c1b2a39.safetensors"]  # fmt: skip
+        for n, name in enumerate(names):
+            link = os.path.join(tmp_path, f"link{n}")
+            os.symlink(name, link)
+            assert local.place_of(link) == os.path.join(tmp_path, name)
+        (tmp_path / ("0a" * 32)).mkdir()
+        (tmp_path / "latest").symlink_to("0a" * 32)
+        assert local.place_of(os.path.join(tmp_path, "latest")) == str(tmp_path / ("0a" * 32))
+
+    @settings(max_examples=200, deadline=None)
+    @given(st.data())
+    def test_elsewhere_it_is_where_the_system_looks(self, data: st.DataObject) -> None:
+        """Random links between files and directories, some of which lead nowhere."""
+        parts = st.sampled_from(["a", "b", "c", "d", "..", "."])
+        paths = st.lists(parts, min_size=1, max_size=4).map("/".join)
+        with tempfile.TemporaryDirectory() as made:
+            root = os.path.realpath(made)
+            for name in data.draw(st.lists(paths, max_size=8)):
+                with contextlib.suppress(OSError):
+                    if data.draw(st.booleans()):
+                        target = data.draw(paths)
+                        absolute = data.draw(st.booleans())
+                        os.symlink(os.path.join(root, target) if absolute else target,
+                                   os.path.join(root, name))  # fmt: skip
+                    elif data.draw(st.booleans()):
+                        os.mkdir(os.path.join(root, name))
+                    else:
+                        Path(root, name).write_text(name)
+            for name in (data.draw(paths), "a", "b", "a/c"):
+                path = os.path.join(root, name)
+                place = local.place_of(path)
+                try:
+                    expected = os.stat(path)
+                except OSError:
+                    continue  # A loop, or nothing.
+                assert local.place_of(place) == place
+                assert os.path.samestat(os.stat(place), expected)
+                if name[-1] != "." and os.path.isfile(path):
+                    assert place == os.path.realpath(path)
+
+    def test_what_is_no_link(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        assert local.place_of("x") == str(tmp_path / "x")
+        assert local.place_of("a\0b/x") == "a\0b/x"
+        assert not local.is_cached("x\0")
+        os.symlink("x", "x")
+        assert local.place_of("x") == str(tmp_path / "x")
 
 
 def test_short_reads_are_taken_up_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
