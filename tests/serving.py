@@ -54,6 +54,7 @@ class Server:
 
 class Handler(http.server.BaseHTTPRequestHandler):
     served: Server
+    disable_nagle_algorithm = True  # Else a body waits for the client's word on the head.
 
     def log_message(self, *_: Any) -> None:
         pass

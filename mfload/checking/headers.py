@@ -25,10 +25,12 @@ def inspect(
 ) -> Headers:
     """Reads the headers of a checkpoint and checks them, and the index against them.
 
-    Raises if there is nothing at the path, or several checkpoints lie side by side.
+    Raises if there is nothing at the path, several checkpoints lie side by side, or one takes the
+    place of another meanwhile.
     """
     try:
         seen = checkpoint.read_headers(discovery.find(path, options), every=True)
+        checkpoint.check_unchanged(seen.found, seen.sources)
     except errors.SourceNotFoundError as error:
         raise hints.explain_path(error, path) from None
     except errors.FormatError as error:

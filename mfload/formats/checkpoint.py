@@ -126,10 +126,17 @@ class ShardedIndex(Index):
     def __getattr__(self, name: str) -> Any:
         if name not in Index.__slots__:
             raise AttributeError(name)
-        whole = self._bounded(partial(_whole, self.found))  # The field is not set yet.
+        # The field is not set yet.
+        whole = self._bounded(partial(_whole, self.found, before=self._before))
         self.tensors, self.columns, self.names = whole.tensors, whole.columns, whole.names
         self.metadata, self.notes, self._left = whole.metadata, whole.notes, {}
         return getattr(whole, name)
+
+    @property
+    def _before(self) -> list[Source]:
+        """Files whose header was read, so that their data may have been."""
+        files: Sequence[Any] = self.found.files
+        return [*map(files.__getitem__, self._seen)]
 
     @property
     def every(self) -> Index:
@@ -139,7 +146,8 @@ class ShardedIndex(Index):
             return self
         from copy import copy
 
-        return self._bounded(lambda: _whole(copy(self.found), missing_ok=True).every)
+        whole = partial(_whole, copy(self.found), missing_ok=True, before=self._before)
+        return self._bounded(lambda: whole().every)
 
     @property
     def searched(self) -> Collection[str]:
@@ -231,14 +239,15 @@ class ShardedIndex(Index):
         files: list[Any] = [self.found.files[number] for number in numbers]
         if len(files) > 1:
             _ask_ahead(files)
-        there: list[Source] = []
+        new: dict[int, Table] = {}  # Not taken for the index's before that is known.
         for number, source in zip(numbers, files, strict=True):
             with suppress(errors.SourceNotFoundError):
-                self._seen[number] = read_headers(CheckpointFiles([source]), number).tensors
+                new[number] = read_headers(CheckpointFiles([source]), number).tensors
                 source.keep(True)  # Behind a URL: forgets the bytes of the header.
-                there.append(source)
-        _check_unchanged(self.found, there)
-        return [source.name for source in files if source not in there]
+        there = [source for number, source in zip(numbers, files, strict=True) if number in new]
+        check_unchanged(self.found, there, self._before)
+        self._seen |= new
+        return [self.files[number] for number in numbers if number not in new]
 
     def _bounded(self, call: Callable[[], T]) -> T:
         name = self.found.name
@@ -437,11 +446,13 @@ def _no_memory(error: MemoryError, name: str | None) -> MemoryError:
     return errors.MemoryLimitError("the headers do not fit in memory", file=name)
 
 
-def _whole(found: CheckpointFiles, *, missing_ok: bool = False) -> Index:
-    """The index of all headers; the files become sources."""
+def _whole(
+    found: CheckpointFiles, *, missing_ok: bool = False, before: Sequence[Source] = ()
+) -> Index:
+    """The index of all headers; the files become sources (`before`: see `check_unchanged`)."""
     seen = read_headers(found)
     if len(seen.sources) > 1 or found.index is not None:
-        _check_unchanged(found, seen.sources)
+        check_unchanged(found, seen.sources, before)
     missing = seen.missing if found.missing or seen.absent else ()
     if seen.problems:
         what = "the files of the checkpoint disagree"
@@ -499,11 +510,24 @@ def _absent_lines(
     return tuple(lines)
 
 
-def _check_unchanged(found: CheckpointFiles, read: Sequence[Source]) -> None:
-    """The first may have been replaced while the last was read, and so may the index."""
-    for source in (*read[:-1], *([] if found.index is None else [found.index])):
-        if source.file is not None:  # Other sources compare versions with each answer.
-            source.check()
+def check_unchanged(
+    found: CheckpointFiles, read: Sequence[Source], before: Sequence[Any] = ()
+) -> None:
+    """Raises SourceChangedError if headers may be of several versions of a checkpoint.
+
+    The first may have been replaced while the last was `read`, and so may the index. What a server
+    says of an index with the same bytes may be the same, so it is asked for the files whose data
+    may have been taken `before`, too. The versions of others are compared when their data is read.
+    """
+    index = [] if found.index is None else [found.index]
+    local = [each for each in read[:-1] if each.file is not None]
+    remote = [each for each in before if each.file is None]
+    try:
+        sources.together(sources.check_now, [*local, *index, *remote])
+    except errors.SourceChangedError:
+        for each in index:  # Of several that changed, it says so best.
+            sources.check_now(each)
+        raise
 
 
 def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False) -> Headers:
@@ -512,6 +536,7 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     `first` is the number of the first file in its index.
 
     `every`: a file that can't be read is a problem, and the others are read; by default it raises.
+    One that changed meanwhile raises in any case.
     """
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
@@ -546,7 +571,8 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
             if gone and found.placed is not None:
                 seen.absent.append(file if isinstance(file, str) else file.name)
                 continue
-            if not every or (gone and len(found.files) == 1):
+            changed = isinstance(error, errors.SourceChangedError)
+            if not every or changed or (gone and len(found.files) == 1):
                 raise
             problems.append(Problem.of(error))
             continue

@@ -117,6 +117,14 @@ def check_engine(source: Source, engine: str) -> None:
         )
 
 
+def check_now(source: Any) -> None:
+    """Raises SourceChangedError if a source is another version by now, though none of it is read.
+
+    A file behind a URL is asked for even if each answer had the version, which is `check` enough.
+    """
+    getattr(source, "check_now", source.check)()
+
+
 def together(call: Callable[[Source], object], given: Iterable[Source]) -> None:
     """Calls a function for each source, at once for those whose answers are waited for."""
     waiting: list[Source] = []

@@ -67,13 +67,13 @@ _NO_ACCESS = "the server refuses access; credentials go into Options(headers=…
 _TRUSTED = "ca_file=, the certificates of its authority; or SSL_CERT_FILE in the environment"
 _NO_PROXY = "the proxy refuses access; a user and a password go into its URL in the environment"
 _NO_FILE = "no such file on the server"
+_GONE = (404, 410)
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     200: (errors.SourceError, _NO_RANGES),
     401: (errors.SourcePermissionError, _NO_ACCESS),
     403: (errors.SourcePermissionError, _NO_ACCESS),
-    404: (errors.SourceNotFoundError, _NO_FILE),
+    **dict.fromkeys(_GONE, (errors.SourceNotFoundError, _NO_FILE)),
     407: (errors.SourcePermissionError, _NO_PROXY),
-    410: (errors.SourceNotFoundError, _NO_FILE),
 }
 
 
@@ -181,6 +181,9 @@ class HttpSource:
         self.keeps = True
         self._others = dict[str, dict[str, str]]()  # Headers for hosts that redirects lead to.
         self.unchecked = False  # Whether the file may have changed within an answer.
+        # One of several: its data is asked of the URL itself, since where this led may stay as it
+        # is when all are replaced.
+        self.shard = False
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HttpSource) and self._given == other._given
@@ -189,7 +192,7 @@ class HttpSource:
         return hash(self._given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HttpSource, (*self._given, self._version)
+        return HttpSource, (*self._given, self._version), {"shard": self.shard}
 
     @property
     def identity(self) -> Version:
@@ -197,6 +200,8 @@ class HttpSource:
         if self._version is None:
             with self.open() as opened:
                 self._version, self._head = opened.first_answer()
+            if self.shard:
+                self.target = self.first
         return self._version
 
     @property
@@ -263,6 +268,14 @@ class HttpSource:
             with self.open() as opened:
                 opened.fill(deque([memoryview(bytearray(1))]), 0, 1)
 
+    def check_now(self) -> None:
+        """Raises SourceChangedError if the URL leads to another version by now: asks in any case.
+
+        For a file of which nothing more is read, while others are read that belong to it.
+        """
+        self.target, self.unchecked = self.first, True
+        self.check()
+
     def beside(self, name: str) -> HttpSource:
         """The file of that name in the same directory or below; the query stays the same."""
         if not _SAFE_NAME.fullmatch(name) or name[0] == "/" or ".." in name.split("/"):
@@ -270,7 +283,9 @@ class HttpSource:
         path, mark, query = self.first.path.partition("?")
         path = f"{posixpath.dirname(path).rstrip('/')}/{quote(posixpath.normpath(name))}"
         made = self.first._replace(path=path + mark + query)
-        return HttpSource(made.url, *self._given[1:])
+        beside = HttpSource(made.url, *self._given[1:])
+        beside.shard = True
+        return beside
 
     def headers_for(self, target: Target) -> dict[str, str]:
         """What another server than that of the URL is sent: the entry in `.netrc` with its name."""
@@ -531,6 +546,8 @@ class HttpHandle(ClosedAtEnd):
             raise _BusyError(found, response.getheader("Retry-After", ""))
         if status == 416 and not opening:
             self._changed(f"an end before that range ({found})")
+        if status in _GONE and not opening:
+            self._changed(f"{_NO_FILE} ({found})")
         kind, what = _REFUSALS.get(status, (errors.SourceError, "the server refuses the request"))
         expected = "206 Partial Content" if status == 200 else None
         raise kind(what, file=self._source.name, expected=expected, found=found)
