@@ -694,7 +694,8 @@ def save(
             as `mfload.verify(path, checksums="write")` does; or which: "xxh3", "sha256" or "both".
         overwrite: Whether an existing checkpoint is replaced: the file, the index, and the
             shards that it names (without an index, one complete set of them). Other files
-            are never touched; the notes name those that were removed.
+            are never touched; the notes name those that were removed. What a killed save left is
+            removed either way.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         timeout: Seconds that the processes of a mesh have for the save. Default: ten minutes until
             all have made the call, then no limit; a process that fails or is gone ends it in all.
