@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,21 @@ def test_the_error_names_the_index() -> None:
         with pytest.raises(errors.SourceChangedError) as info:
             opened.get_tensor(second)
         assert info.value.file == server.url(INDEX)
+
+
+def test_an_opened_checkpoint_that_is_unpickled_is_of_the_same_version() -> None:
+    first, second, *_ = OLD
+    for redirects in (False, True):
+        swapped = Swapped(LAYOUTS["other index"], 10**9, SAID["digest"], redirects=redirects)
+        with serving.serving({}, always=swapped) as server:
+            with mfload.open(server.url(INDEX)) as opened:
+                opened.get_tensor(first)
+                raw = pickle.dumps(opened)
+            swapped.at = swapped.count
+            with pickle.loads(raw) as again:
+                for name in (first, second):
+                    with pytest.raises(errors.SourceChangedError):
+                        again.get_tensor(name)
 
 
 @pytest.mark.parametrize("status", [304, 204])
