@@ -188,15 +188,8 @@ def beside_readers(times: int, where: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     way, *rest, directory = sys.argv[1:]
     at = Path(directory)
-<<<<<<< HEAD
     if way == "random":
         run: Any = at_random(rest[0], int(rest[1]), at)
-=======
-    if way == "steps":
-        run: Any = by_steps(rest[0], rest[1], at)
-    elif way == "random":
-        run = at_random(rest[0], int(rest[1]), at)
->>>>>>> h
     else:
         run = beside_readers(int(rest[0]), at)
     print(json.dumps(run))
