@@ -1,16 +1,15 @@
 """Kills savers, in a process of its own that imports no framework: forks are cheap and safe there.
 
-    python tests/kills.py steps SCENARIO MODE DIRECTORY      before every system call, one by one
     python tests/kills.py random SCENARIO COUNT DIRECTORY    at any moment
     python tests/kills.py readers COUNT DIRECTORY            at any moment, beside readers
 
-Prints one line of JSON: what was found how often.
+Prints one line of JSON: what was found how often. What a kill between any two calls leaves, if
+nothing else happens, is among the states of tests/crashes.py.
 """
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import json
 import os
 import random
@@ -19,24 +18,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import faults
 import numpy as np
 import scenarios
 
 import mfload
-
-MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
-    "plain": contextlib.nullcontext,
-    "no-tmpfile": faults.no_tmpfile,
-    "no-links": faults.no_links,
-}
 
 
 def forked(act: Callable[[], object]) -> int:
@@ -66,47 +57,6 @@ def ended(child: int) -> bool:
     if os.WEXITSTATUS(status) != 0:
         raise RuntimeError("the saver failed")
     return False
-
-
-def by_steps(name: str, mode: str, where: Path) -> dict[str, int]:
-    """Kills before every call; after each kill saves once more, over what was left."""
-    scenario = scenarios.SCENARIOS[name]
-    old, new, third = (scenarios.arrays(seed) for seed in (1, 2, 3))
-    folder = where / "dry"
-    scenario.begin(folder, old)
-    with MODES[mode](), faults.steps(lambda number, call: None) as made:
-        saved = scenario.save(folder, new)
-    assert scenarios.check(folder, scenario, old, new) == "new"
-    scenarios.final(folder, scenario, saved)
-    count: collections.Counter[str] = collections.Counter(steps=len(made))
-    names = {"link", "replace", "unlink"}
-    for at in range(1, len(made) + 1):
-        # What shards over nothing leave is the hardest to tell.
-        ways = scenarios.AGAIN if scenario.old == 0 else scenarios.AGAIN[at % 3 :][:1]
-        for way in ways:
-            folder = where / f"{at} {way}"
-            scenario.begin(folder, old)
-            before = sorted(os.listdir(folder))
-
-            def act(folder: Path = folder, at: int = at) -> None:
-                with MODES[mode](), faults.steps(faults.killing(at)):
-                    scenario.save(folder, new)
-
-            assert ended(forked(act)), f"step {at} was never reached"
-            whole, hidden = (
-                scenarios.check(folder, scenario, old, new),
-                [each for each in scenarios.hidden(folder) if not each.endswith("-lock")],
-            )
-            if mode == "plain" and names.isdisjoint(made[: at - 1]) and not scenario.convert:
-                # The one file that has a name before all are written is the draft of the index.
-                index = [name for name in hidden if name.endswith("-index")][:1]
-                left = [each for each in sorted(os.listdir(folder)) if not each.endswith("-lock")]
-                assert left == index + before, f"step {at} left something"
-            # Whoever comes next gets through, and cleans up.
-            scenario.again(folder, way, new, third)
-        count[whole] += 1
-        count["strays"] += bool(hidden)
-    return dict(count)
 
 
 def at_random(name: str, times: int, where: Path) -> dict[str, int]:
@@ -238,10 +188,8 @@ def beside_readers(times: int, where: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     way, *rest, directory = sys.argv[1:]
     at = Path(directory)
-    if way == "steps":
-        run: Any = by_steps(rest[0], rest[1], at)
-    elif way == "random":
-        run = at_random(rest[0], int(rest[1]), at)
+    if way == "random":
+        run: Any = at_random(rest[0], int(rest[1]), at)
     else:
         run = beside_readers(int(rest[0]), at)
     print(json.dumps(run))

@@ -437,10 +437,12 @@ class TestLeftovers:
     def leave(self, folder: Path) -> list[str]:
         """Has a writer without O_TMPFILE die before it publishes."""
         code = (
-            "import os, sys, faults, scenarios\n"
-            "with faults.no_tmpfile(), faults.steps(faults.killing(5)):\n"
-            "    scenarios.SCENARIOS['single-single'].save(__import__('pathlib').Path(sys.argv[1]),"
-            " scenarios.arrays(1))\n"
+            "import os, pathlib, sys, faults, recorder, scenarios\n"
+            "folder = pathlib.Path(sys.argv[1])\n"
+            "def kill(number, call):\n"
+            "    call == 'fsync' and os.kill(os.getpid(), 9)\n"
+            "with faults.no_tmpfile(), recorder.Recorder(folder, kill):\n"
+            "    scenarios.SCENARIOS['single-single'].save(folder, scenarios.arrays(1))\n"
         )
         subprocess.run(
             [sys.executable, "-c", code, str(folder)],

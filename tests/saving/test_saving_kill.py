@@ -1,4 +1,7 @@
-"""A kill at any moment leaves the old checkpoint or the new one; tests/kills.py does it."""
+"""A kill at any moment leaves the old checkpoint or the new one; tests/kills.py does it.
+
+Kills between any two calls are among the crashes of test_saving_crashes.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import scenarios
 
 KILLS = Path(__file__).parent.with_name("kills.py")
 # Forks, O_TMPFILE and locks: what is promised is promised on Linux.
@@ -39,16 +41,6 @@ def run(*arguments: object) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
-
-
-@pytest.mark.parametrize(("name", "mode"), scenarios.CASES)
-def test_a_kill_before_any_system_call(name: str, mode: str, memory: Path) -> None:
-    found = run("steps", name, mode, memory)
-    before = "nothing" if scenarios.SCENARIOS[name].old == 0 else "old"
-    assert found["steps"] == found[before] + found["new"] > 5
-    assert found[before]
-    if mode == "plain" and name == "nothing-single":
-        assert not found["strays"]
 
 
 @pytest.mark.parametrize(
