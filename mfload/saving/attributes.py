@@ -31,7 +31,7 @@ class Attributes(NamedTuple):
         """Those of the first regular file among these paths; None if there is none."""
         for path in paths:
             with contextlib.suppress(OSError):
-                found = os.lstat(path)
+                found = os.stat(path)  # Of a link into a cache, the blob's.
                 if stat.S_ISREG(found.st_mode):
                     mode = stat.S_IMODE(found.st_mode) & 0o777
                     return Attributes(mode, found.st_uid, found.st_gid, _extended(path))
