@@ -60,22 +60,18 @@ class Seal:
         self.written[Block(number, offset, nbytes, ())] = hashed.hexdigest()
         return nbytes
 
-    def manifest(self, drafts: Sequence[Draft], layouts: Sequence[Layout]) -> bytes | None:
-        """The manifest of drafts that are synced; raises WriteError if they can't be read back."""
-        try:
-            return self.read_back(drafts, layouts, started(None))
-        except errors.SourceError as error:
-            what = f"what was written can't be read back: {error.message}"
-            raise errors.WriteError(what, file=drafts[0].shown) from error
-
-    def read_back(
+    def manifest(
         self,
         drafts: Sequence[Draft],
         layouts: Sequence[Layout],
-        how: LoadOptions,
+        how: LoadOptions | None = None,
         advance: Advance = None,
     ) -> bytes | None:
-        """Compares what was written, read past the page cache; returns the manifest, if any."""
+        """Compares what was written, read past the page cache; returns the manifest, if any.
+
+        The drafts are synced. Raises WriteError if the disk gives back other bytes, or none.
+        """
+        how = started(None) if how is None else how
         files = [sources.find(draft.path) for draft in drafts]
         rows: list[list[Block]] = [[] for _ in files]
         for block in sorted(self.written):
@@ -94,7 +90,14 @@ class Seal:
         sizes = {number: made.size for number, made in enumerate(layouts) if self._files}
         hasher = Hasher(infos if self._tensors else (), sizes)
         reader = _Reader(drafts, layouts, self.written, hasher, self._new)
-        scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+        try:
+            scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+        except errors.LoadTimeoutError:
+            raise
+        except errors.SourceError as error:
+            shown = {draft.path: draft.shown for draft in drafts}
+            file, what = shown.get(error.file or ""), "what was written can't be read back"
+            raise errors.WriteError(what, file=file, found=error.message) from error
         if not (self._tensors or self._files):
             return None
         digests, names = (

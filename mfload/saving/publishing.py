@@ -173,16 +173,16 @@ class SaveTarget:
         index last if there is one, and notes for the user.
         """
         place, names = self.place, self.place.names(len(drafts))
-        with _locked(place.directory) as directory, contextlib.ExitStack() as stack:
+        with _locked(place.directory) as directory:
             old = self._look(names)
-            theirs, draft = sorted(old.manifests), None
-            if manifest is not None:
-                mode = _mode(map(place.at, theirs))
-                given = manifest, self.mode if mode is None else mode
-                draft = manifest_files.draft(place, place.manifest, *given)
-                stack.callback(draft.discard)
+            theirs = sorted(old.manifests)
+            mode = _mode(map(place.at, theirs))
+            given = place.manifest, manifest, self.mode if mode is None else mode
             change = _Change(self, directory, drafts, layouts)
-            with manifest_files.replaced(place, theirs, draft, directory, change.landed):
+            with (
+                manifest_files.drafted(place, *given) as draft,
+                manifest_files.replaced(place, theirs, draft, directory, change.landed),
+            ):
                 notes = self._put(change, old, names)
         if place.stem and os.path.exists(place.at(place.index)):
             names.append(place.index)
@@ -193,7 +193,7 @@ class SaveTarget:
                 notes.append(
                     f"{name} lies beside it: load {names[-1]} by its name, not the directory"
                 )
-        at = None if draft is None else draft.shown
+        at = None if manifest is None else place.at(place.manifest)
         if gone := [path for path in map(place.at, theirs) if path != at]:
             notes.append(f"removed of the old checkpoint: {', '.join(gone)}")
         if at is not None:
@@ -227,9 +227,7 @@ def write_manifest(
     place = Location(*os.path.split(path))
     with _locked(place.directory) as directory:
         _remove_left(sorted(map(place.at, targets.look(place).left)))
-        draft = manifest_files.draft(place, place.name, text, _mode([path]))
-        with contextlib.ExitStack() as stack:
-            stack.callback(draft.discard)
+        with manifest_files.drafted(place, place.name, text, _mode([path])) as draft:
             manifest_files.check_target(path, overwrite=overwrite)  # It may have come meanwhile.
             if check is not None:
                 check()
