@@ -207,7 +207,7 @@ class _Rewrite:
             if known is not None and compared:
                 offenders = [*known.differences(rows, hasher.digests())]
                 refuse(offenders, len(rows), known, index, sources)
-            return seal.read_back(drafts, self.layouts, how, advance), notes
+            return seal.manifest(drafts, self.layouts, how, advance), notes
 
 
 def rewrite(

@@ -60,21 +60,18 @@ class Seal:
         self.written[Block(number, offset, nbytes, ())] = hashed.hexdigest()
         return nbytes
 
-    def manifest(self, drafts: Sequence[Draft], layouts: Sequence[Layout]) -> bytes | None:
-        """The manifest of drafts that are synced."""
-        return self.read_back(drafts, layouts, started(None))
-
-    def read_back(
+    def manifest(
         self,
         drafts: Sequence[Draft],
         layouts: Sequence[Layout],
-        how: LoadOptions,
+        how: LoadOptions | None = None,
         advance: Advance = None,
     ) -> bytes | None:
         """Compares what was written, read past the page cache; returns the manifest, if any.
 
-        Raises WriteError if it can't be read, or differs.
+        The drafts are synced. Raises WriteError if the disk gives back other bytes, or none.
         """
+        how = started(None) if how is None else how
         rows: list[list[Block]] = [[] for _ in drafts]
         for block in sorted(self.written):
             rows[block.source].append(block)
@@ -92,15 +89,12 @@ class Seal:
         try:
             files = [draft.source() for draft in drafts]
             scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
+        except errors.LoadTimeoutError:
+            raise
         except errors.SourceError as error:
-            if isinstance(error, errors.LoadTimeoutError):
-                raise
             shown = {draft.path: draft.shown for draft in drafts}
-            raise errors.WriteError(
-                "what was written can't be read back",
-                file=shown.get(str(error.file)),
-                found=error.message,
-            ) from error
+            file, what = shown.get(error.file or ""), "what was written can't be read back"
+            raise errors.WriteError(what, file=file, found=error.message) from error
         if not (self._tensors or self._files):
             return None
         digests = hasher.digests()

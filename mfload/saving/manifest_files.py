@@ -60,21 +60,28 @@ def is_manifest(path: str) -> bool:
         raise errors.from_target(error, path, "look at the manifest that is there") from error
 
 
-def draft(place: Location, name: str, text: bytes, like: Attributes | None) -> Draft:
-    """Writes a manifest to the disk, under a hidden name of a place if it must have one."""
+@contextlib.contextmanager
+def drafted(
+    place: Location, name: str, text: bytes | None, like: Attributes | None
+) -> Generator[Draft | None]:
+    """Writes a manifest, if there is one, to the disk; its hidden name, if any, is of a place."""
+    if text is None:
+        yield None
+        return
     raw = np.frombuffer(text, np.uint8)
     made = Draft(place.at(place.hidden + secrets.token_hex(8)), raw.size, place.at(name), like)
     try:
         made.write(0, [raw])
         made.sync()
-    except BaseException:
+        yield made
+    finally:
         made.discard()
-        raise
-    return made
 
 
-def publish(made: Draft, directory: int, *, replace: bool) -> None:
-    """Gives a manifest its name, on disk; the directory is open."""
+def publish(made: Draft | None, directory: int, *, replace: bool) -> None:
+    """Gives a manifest, if there is one, its name, on disk; the directory is open."""
+    if made is None:
+        return
     try:
         made.publish(made.shown, replace=replace)
         fsync(directory)
@@ -115,9 +122,8 @@ def replaced(
         for hidden in away.values():
             with contextlib.suppress(OSError):
                 os.unlink(hidden)
-    if new is not None:
-        try:
-            publish(new, directory, replace=False)
-        except errors.TargetError as error:
-            error.message += _WHOLE
-            raise
+    try:
+        publish(new, directory, replace=False)
+    except errors.TargetError as error:
+        error.message += _WHOLE
+        raise

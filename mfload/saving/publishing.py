@@ -39,7 +39,7 @@ from mfload.saving import drafts as files, journal, layout, manifest_files, targ
 from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
-from mfload.saving.locks import lock_of, locked as _locked, only_writer
+from mfload.saving.locks import lock_of, locked, only_writer
 from mfload.saving.targets import Existing, Location
 
 log = logging.getLogger("mfload")
@@ -150,7 +150,7 @@ class SaveTarget:
         with only_writer(place, deadline):
             try:
                 # Under the lock, so that no other save takes a draft with a name for a leftover.
-                with _locked(place.directory) as directory:
+                with locked(place.directory) as directory:
                     old = self._look(names)
                     self._clear(directory, old.left, ours)
                     if key and not _go_on(paths, layouts):
@@ -218,19 +218,19 @@ class SaveTarget:
         index last if there is one, and notes for the user.
         """
         place, names = self.place, self.place.names(len(drafts))
-        with _locked(place.directory) as directory, contextlib.ExitStack() as stack:
+        with locked(place.directory) as directory:
             old = self._look(names)
-            theirs, draft = sorted(old.manifests), None
+            theirs = sorted(old.manifests)
             # None of them is followed: `_look` refuses links into anything but a cache of blobs.
             links = [n for n in {*names, place.index} if os.path.islink(place.at(n))]
-            if manifest is not None:
-                like = Attributes.of(map(place.at, theirs)) or self.like
-                draft = manifest_files.draft(place, place.manifest, manifest, like)
-                stack.callback(draft.discard)
+            given = place.manifest, manifest, Attributes.of(map(place.at, theirs)) or self.like
             change = _Change(self, directory, drafts, layouts)
             self._first = drafts[0]
             try:
-                with manifest_files.replaced(place, theirs, draft, directory, change.landed):
+                with (
+                    manifest_files.drafted(place, *given) as draft,
+                    manifest_files.replaced(place, theirs, draft, directory, change.landed),
+                ):
                     notes = [*self._notes, *self._put(change, old, names)]
             finally:
                 self._committed = change.committed
@@ -238,7 +238,7 @@ class SaveTarget:
         if now:
             told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
             notes.append(told)
-        if place.stem and os.path.exists(place.at(place.index)):
+        if change.indexed:
             names.append(place.index)
         if place.whole:
             suffixes = (INDEX_SUFFIX, SUFFIX) if len(names) == 1 else INDEX_SUFFIX
@@ -251,7 +251,7 @@ class SaveTarget:
                 notes.append(
                     f"{name} lies beside it: load {names[-1]} by its name, not the directory"
                 )
-        at = None if draft is None else draft.shown
+        at = None if manifest is None else place.at(place.manifest)
         if gone := [path for path in map(place.at, theirs) if path != at]:
             notes.append(f"removed of the old checkpoint: {', '.join(gone)}")
         if at is not None:
@@ -287,11 +287,9 @@ def write_manifest(
     """Writes a manifest of files that are there already (see `checking.manifest`)."""
     manifest_files.check_target(path, overwrite=overwrite)
     place = Location(*os.path.split(path))
-    with _locked(place.directory) as directory:
+    with locked(place.directory) as directory:
         _remove_left(sorted(map(place.at, targets.look(place).left)))
-        draft = manifest_files.draft(place, place.name, text, Attributes.of([path]))
-        with contextlib.ExitStack() as stack:
-            stack.callback(draft.discard)
+        with manifest_files.drafted(place, place.name, text, Attributes.of([path])) as draft:
             manifest_files.check_target(path, overwrite=overwrite)  # It may have come meanwhile.
             if check is not None:
                 check()
@@ -312,6 +310,7 @@ class _Change:
     drafts: Sequence[Draft]
     layouts: Sequence[Layout]
     committed: bool = False  # Whether a new index is in place.
+    indexed: bool = False  # Whether one is at the end.
 
     def landed(self) -> bool:
         """Whether the new checkpoint is in place, or a part of it."""
@@ -321,7 +320,7 @@ class _Change:
 
     def commit(self, names: Sequence[str], *, indexed: bool, replaced: Sequence[str] = ()) -> None:
         """Gives the files these names and, if indexed, an index that leads to them its own."""
-        paths = list(map(self.target.place.at, names))
+        paths, self.indexed = list(map(self.target.place.at, names)), indexed
         with self._index(names, replaced) if indexed else contextlib.nullcontext() as index:
             try:
                 for draft, path in zip(self.drafts, paths, strict=True):
@@ -363,6 +362,8 @@ class _Change:
         if len(names) > 1 or left or _remove([place.at(place.index)]):
             with self._index(names, left) as index:
                 index.publish(index.shown, replace=True)
+        else:
+            self.indexed = False
         files.fsync(self.directory)
         _remove(map(place.at, hidden))
         files.fsync(self.directory)
@@ -383,9 +384,11 @@ class _Change:
             files.fsync(self.directory)
             yield draft
         finally:
-            # Ctrl-C may have come right after the rename: the disk knows what is true.
-            self.committed = self.committed or draft.is_at(path)
-            draft.discard()
+            try:
+                # Ctrl-C may have come right after the rename: the disk knows what is true.
+                self.committed = self.committed or draft.is_at(path)
+            finally:
+                draft.discard()
 
 
 def _shown(names: Sequence[str]) -> str:

@@ -17,11 +17,13 @@ import faults
 import numpy as np
 import pytest
 import scenarios
+from test_saving_kill import memory
 
 import mfload
 from mfload.saving import drafts
 from mfload.saving.drafts import Draft
 
+__all__ = ["memory"]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")
 OLD, NEW = scenarios.arrays(1), scenarios.arrays(2)
 ACL = "system.posix_acl_access"
@@ -152,21 +154,19 @@ def test_what_is_refused_is_never_more(
 
 
 @root
-def test_a_user_who_may_not_give_files_away(tmp_path: Path) -> None:
-    target = tmp_path / "model.safetensors"
+def test_a_user_who_may_not_give_files_away(memory: Path) -> None:
+    target = memory / "model.safetensors"
     mfload.save(OLD, target)
     os.chown(target, 1234, 2345)
     target.chmod(0o664)
-    tmp_path.chmod(0o777)
-    for part in tmp_path.parents[:2]:
-        part.chmod(part.stat().st_mode | 0o005)
+    memory.chmod(0o777)
     code = (
         "import os, sys, numpy, mfload\n"
         "mfload.save({}, sys.argv[2])\n"
         "os.setgroups([]); os.setgid(4321); os.setuid(4321)\n"
         "mfload.save({'w': numpy.ones(9)}, sys.argv[1], overwrite=True)\n"
     )
-    command = [sys.executable, "-c", code, str(target), str(tmp_path / "root.safetensors")]
+    command = [sys.executable, "-c", code, str(target), str(memory / "root.safetensors")]
     subprocess.run(command, check=True)
     assert seen(target) == (0o644, 4321, 4321, {})
 

@@ -18,6 +18,7 @@ from typing import Any
 import faults
 import pytest
 import scenarios
+from test_saving_kill import memory
 
 import mfload
 from mfload import errors
@@ -25,6 +26,7 @@ from mfload.saving import drafts, locks
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
 
+__all__ = ["memory"]
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux alone")
 OLD, NEW = scenarios.arrays(1), scenarios.arrays(2)
 BUSY = "another process is writing the target"
@@ -270,7 +272,7 @@ def test_something_else_of_that_name_is_told(what: str, target: Path) -> None:
     assert sorted(os.listdir(target.parent)) == [path.name]
 
 
-def test_another_user(target: Path) -> None:
+def test_another_user(memory: Path) -> None:
     """A directory that can't be written, and the lock that another user left."""
     if os.geteuid():
         pytest.skip("needs root")
@@ -281,8 +283,7 @@ def test_another_user(target: Path) -> None:
         "try: print(len(mfload.save({'w': numpy.ones(9)}, sys.argv[1]).files))\n"
         "except mfload.errors.TargetError as error: print(error.errno, error.message)\n"
     )
-    for part in target.parents[:3]:
-        part.chmod(part.stat().st_mode | 0o005)
+    target = memory / "model.safetensors"
     for mode, told in ((0o755, "13 could not make room"), (0o777, "1\n")):
         lock_of(target).touch(0o644)
         target.parent.chmod(mode)
