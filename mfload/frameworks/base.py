@@ -285,6 +285,7 @@ class Exported(NamedTuple):
         span: Host addresses [first, past last) of its elements, gaps between them included; None
             if they lie on a device or in several pieces.
         lies: The same as `read` as it lies, with any strides, for an array in host memory.
+        frozen: Whether what `read` gave stays as it is, whatever becomes of the array.
     """
 
     dtype: DType
@@ -292,6 +293,7 @@ class Exported(NamedTuple):
     read: Callable[[], Any]
     span: Span | None = None
     lies: Callable[[], Any] | None = None
+    frozen: bool = False
 
 
 def refuse(framework: str, why: str | None, array: Any) -> None:

@@ -214,7 +214,8 @@ def export(array: Any) -> base.Exported:
     if len(devices) == 1 and next(iter(devices)).platform == "cpu":
         address = private_api.jax_address(array) if array.size else 0
         span = address, address + (row.size_of(array.shape) or 0)
-    return base.Exported(row, array.shape, lambda: _gather(array), span)
+    # NumPy's view keeps the memory: a jit that the array is donated to then copies it.
+    return base.Exported(row, array.shape, lambda: _gather(array), span, frozen=True)
 
 
 def _refusal(array: Any) -> str | None:
