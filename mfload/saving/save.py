@@ -110,6 +110,7 @@ def begin(
         layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
         notes = widened(given) + _shared(given)
     if keep is not None:
+        target.place.names(len(layouts))  # Raises if they have none.
         layouts = keep(layouts, ())
     return lambda: finish(_write(start, target, layouts, notes, progress))
 
