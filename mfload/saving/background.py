@@ -200,7 +200,7 @@ class Snapshot:
 
     Attributes:
         copied: Bytes that were copied, or brought from devices.
-        held: Bytes of arrays that can't change.
+        held: Bytes of arrays that can't change, in host memory.
     """
 
     def __init__(self) -> None:
@@ -238,7 +238,7 @@ class Snapshot:
 
     def _kept(self, row: TensorToSave, place: int | None, copies: _Copies) -> TensorToSave:
         data = fetched(row)
-        if row.frozen and row.where is not None:
+        if row.frozen:
             self.held += row.nbytes
         else:
             self.copied += row.nbytes

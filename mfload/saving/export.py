@@ -40,7 +40,7 @@ class TensorToSave(NamedTuple):
         given: The dtype of the array, if it is one that safetensors lacks.
         cut: The same as `fetch`, but what lies in another order is copied in parts, when slices of
             them are taken, one after the other.
-        frozen: Whether what `fetch` gave stays as it is, whatever becomes of the array.
+        frozen: Whether `fetch` gives the array's own memory, which can't change while that is held.
     """
 
     name: str
