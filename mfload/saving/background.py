@@ -110,13 +110,14 @@ class PendingSave(concurrent.futures.Future[Saved]):
         try:
             rest = begin(keep=snapshot.keep)
         except BaseException:
-            snapshot.release()
-            self._leave()
+            self._end(snapshot, lambda: self.set_exception(concurrent.futures.CancelledError()))
             raise
-        work = [(rest, snapshot)]  # In no frame of an error, which would keep what it refers to.
-        del rest, snapshot
+        work = [rest]  # In no frame of an error, which would keep what it refers to.
+        del rest
         name = f"mfload save {os.path.basename(self.path)}"
-        thread = self._thread = threading.Thread(target=self._finish, name=name, args=(work,))
+        thread = self._thread = threading.Thread(
+            target=self._finish, name=name, args=(work, snapshot)
+        )
         thread.daemon = False
         # Python no longer waits for threads when it has begun to exit, or can start none.
         if threading.main_thread().is_alive():
@@ -124,14 +125,13 @@ class PendingSave(concurrent.futures.Future[Saved]):
                 thread.start()
         if thread.ident is None:
             self._thread = threading.current_thread()
-            self._finish(work)
+            self._finish(work, snapshot)
         return self
 
-    def _finish(self, work: list[tuple[Callable[[], Saved], Snapshot]]) -> None:
-        rest, snapshot = work.pop()
+    def _finish(self, work: list[Callable[[], Saved]], snapshot: Snapshot) -> None:
         blocked = time.perf_counter() - self._called
         try:
-            saved = rest()
+            saved = work.pop()()
             more: dict[str, Any] = {"copied": snapshot.copied, "held": snapshot.held}
             saved = dataclasses.replace(saved, blocked=blocked, **more)
         except BaseException as error:  # noqa: BLE001 - raised again by `result`

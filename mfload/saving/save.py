@@ -112,7 +112,8 @@ def begin(
     if keep is not None:
         target.place.names(len(layouts))  # Raises if they have none.
         layouts = keep(layouts, ())
-    return lambda: finish(_write(start, target, layouts, notes, progress))
+    # No closure: an error's frames would keep it, and what it refers to.
+    return partial(_write, start, target, layouts, notes, progress, finish)
 
 
 def _write(
@@ -121,6 +122,7 @@ def _write(
     layouts: Sequence[Layout],
     notes: Sequence[str],
     progress: Progress,
+    finish: Callable[[Saved], Saved],
 ) -> Saved:
     size, count = sum(made.size for made in layouts), sum(len(made.entries) for made in layouts)
     quiet = gc_paused() if size <= _SOON else nullcontext()
@@ -139,7 +141,7 @@ def _write(
                 writers.close()
         files, more = target.publish(drafts, layouts)
     took = time.perf_counter() - start
-    return Saved(tuple(files), count, size, took, (*notes, *more))
+    return finish(Saved(tuple(files), count, size, took, (*notes, *more)))
 
 
 def threads_for(size: int) -> int:

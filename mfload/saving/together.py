@@ -16,6 +16,8 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -107,28 +109,47 @@ def begin(
             layouts = keep(layouts, spread if first else held)
             work = [[*_ranges(made, spread, first)] for made in layouts]
             group.thread = 0  # The caller's may begin another.
-        size, count, notes = sum(made.size for made in layouts), len(given), widened(given)
-        leave = stack.pop_all()
+        size = sum(made.size for made in layouts)
+        saved = Saved((), len(given), size, 0.0, tuple(widened(given)))
+        write = partial(_write_all, group, path, prefix, work, size, progress)
+        publish = None
+        if target is not None:
+            publish = partial(_publish, target, drafts, layouts, saved, start, finish)
+        return partial(_finish, stack.pop_all(), group, saved, write, publish)
 
-    def publish() -> Saved:
-        assert target is not None
-        for draft in drafts:
-            draft.count(draft.size)
-            draft.sync()
-        files, more = target.publish(drafts, layouts)
-        took = time.perf_counter() - start
-        return finish(Saved(tuple(files), count, size, took, (*notes, *more)))
 
-    def rest() -> Saved:
-        with leave:
-            _write_all(group, path, prefix, work, size, progress)
-            saved = publish() if first else None
-            done = saved and (saved.files, saved.seconds, saved.notes)
-            said = group.gather("publishing", json.dumps(done))[group.ranks[0]]
-        files, took, all_notes = json.loads(said)
-        return Saved(tuple(files), count, size, took, tuple(all_notes))
+def _finish(
+    stack: contextlib.ExitStack,
+    group: agree.ProcessGroup,
+    saved: Saved,
+    write: Callable[[], None],
+    publish: Callable[[], Saved] | None,
+) -> Saved:
+    with stack:
+        write()
+        done = None
+        if publish is not None:
+            saved = publish()
+            done = saved.files, saved.seconds, saved.notes
+        said = group.gather("publishing", json.dumps(done))[group.ranks[0]]
+    files, took, notes = json.loads(said)
+    return replace(saved, files=tuple(files), seconds=took, notes=tuple(notes))
 
-    return rest
+
+def _publish(
+    target: SaveTarget,
+    drafts: Sequence[Draft],
+    layouts: Sequence[Layout],
+    saved: Saved,
+    start: float,
+    finish: Callable[[Saved], Saved],
+) -> Saved:
+    for draft in drafts:
+        draft.count(draft.size)
+        draft.sync()
+    files, more = target.publish(drafts, layouts)
+    took, notes = time.perf_counter() - start, (*saved.notes, *more)
+    return finish(replace(saved, files=tuple(files), seconds=took, notes=notes))
 
 
 def _write_all(

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -248,6 +249,30 @@ class TestErrors:
         background._spare.clear()
         assert mfload.live_bytes() == before
 
+    def test_before_the_first_write_hold_no_arrays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(*_: object, **__: object) -> None:
+            raise OSError(errno.ENOSPC, "full")
+
+        monkeypatch.setattr(drafts, "allocate_file", refuse)
+        pending = PendingSave()
+        gone: list[weakref.ref[Any]] = []
+
+        class Owner(np.ndarray):
+            pass
+
+        def keep(row: export.TensorToSave, place: int | None, copies: Any) -> Any:
+            data = np.zeros(row.nbytes, np.uint8).view(Owner)
+            gone.append(weakref.ref(data))
+            return row._replace(where=None, fetch=[data].pop, cut=None)
+
+        monkeypatch.setattr(Snapshot, "_kept", lambda self, *given: keep(*given))
+        pending = mfload.save({"a": np.ones(3)}, tmp_path / "a.safetensors", background=True)
+        assert isinstance(pending.exception(SECONDS), errors.WriteError)
+        gc.collect()
+        assert gone[0]() is None
+
     def test_of_keeping_leave_nothing(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -276,6 +301,23 @@ class TestTurns:
         made = save(overwrite=True, timeout=SECONDS)
         saved = made.result() if again else made
         assert _load(Path(saved.files[0]))["a"].tolist() == [0, 0, 0]
+
+    def test_one_that_does_not_begin_is_not_waited_for(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.safetensors"
+        first, claimed = PendingSave(), threading.Event()
+
+        def begin(**_: Any) -> Any:
+            first.claim(path, None)
+            claimed.set()
+            time.sleep(0.2)
+            raise ValueError("no")
+
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            started = pool.submit(first.start, begin)
+            assert claimed.wait(SECONDS)
+            mfload.save({"a": np.ones(3)}, path, timeout=SECONDS)
+            assert isinstance(started.exception(), ValueError)
+        assert not background._untold
 
     def test_other_targets_do_not_wait(self, tmp_path: Path, gate: Gate) -> None:
         first = mfload.save({"a": np.ones(3)}, tmp_path / "a/", background=True, progress=gate)
@@ -398,14 +440,13 @@ if how == "atexit":
     import atexit
     atexit.register(save)
     sys.exit(0)
-pending = save()
 if how == "child":
     import multiprocessing
     child = multiprocessing.get_context("fork").Process(target=save)
-    pending.result()
     child.start()
     child.join()
     sys.exit(child.exitcode)
+pending = save()
 if how == "exit":
     sys.exit(3)
 if how == "raises":
