@@ -761,10 +761,10 @@ def save(
 
     pending = take_turn = None
     if background or "mfload.saving.background" in sys.modules:
-        from mfload.saving.background import PendingSave, take_turn
+        from mfload.saving.background import Work, take_turn
 
         if background:
-            take_turn = (pending := PendingSave()).claim
+            take_turn = (pending := Work()).claim
 
     def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None]:
         if take_turn is not None:

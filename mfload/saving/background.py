@@ -43,7 +43,7 @@ _PART = 32 << 20  # Bytes of a tensor that a thread copies at once.
 _KEPT_FROM = 32 << 20  # Bytes of a stretch that is kept for later.
 _FREE = 8  # Linux: MADV_FREE.
 
-_pending: dict[str, PendingSave] = {}
+_pending: dict[str, Work] = {}
 """By the path of the target."""
 _untold: dict[PendingSave, None] = {}
 """Those that failed, until someone is told."""
@@ -54,20 +54,18 @@ _spare: list[Bytes] = []
 class PendingSave(concurrent.futures.Future[Saved]):
     """A save in the background, which `mfload.save(..., background=True)` returns.
 
-    It is a `concurrent.futures.Future`: `result(timeout=None)` waits and returns the `Saved`, or
-    raises what went wrong; `exception()` returns that; `done()` and `add_done_callback` are there,
-    and `concurrent.futures.wait` and `asyncio.wrap_future` take it. It can't be cancelled.
+    It is a `concurrent.futures.Future`: `result()` waits and returns the `Saved`, or raises what
+    went wrong; `done()`, `exception()` and `add_done_callback()` are there, and
+    `concurrent.futures.wait` and `asyncio.wrap_future` take it. It can't be cancelled.
 
     Attributes:
         path: Of the file that is written, or whose name that of the shards begins with.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, path: str = "") -> None:
         super().__init__()
         self.set_running_or_notify_cancel()
-        self.path = ""
-        self._called = time.perf_counter()
-        self._thread: threading.Thread | None = None
+        self.path = path
 
     def result(self, timeout: float | None = None) -> Saved:
         """Waits; returns what was saved, or raises the error; TimeoutError after `timeout`."""
@@ -83,38 +81,51 @@ class PendingSave(concurrent.futures.Future[Saved]):
         finally:
             self._tell()
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits; returns whether it is over, however it ended, within `timeout` seconds."""
+        return bool(concurrent.futures.wait([self], timeout).done)
+
     def _tell(self) -> None:
         if self.done():
             _untold.pop(self, None)
 
+
+class Work:
+    """A save in the background, from the call to its end."""
+
+    def __init__(self) -> None:
+        self.future = PendingSave()
+        self._called = time.perf_counter()
+        self._thread: threading.Thread | None = None
+
     def claim(self, path: str | os.PathLike[str], timeout: float | None) -> None:
         """Waits for the save that is pending there, and takes its place (see `take_turn`)."""
         deadline = Deadline(timeout)
-        self.path = targets.resolve(path).path
-        while (other := _pending.setdefault(self.path, self)) is not self:
+        self.future.path = path = targets.resolve(path).path
+        while (other := _pending.setdefault(path, self)) is not self:
             other.wait(deadline)
         _raise_untold()
 
     def wait(self, deadline: Deadline) -> None:
         """Returns when it is over, however it ended."""
+        path = self.future.path
         if self._thread is threading.current_thread():  # In a function for progress, say.
-            message = "this thread is already saving there"
-            raise errors.TargetError(message, file=self.path)
+            raise errors.TargetError("this thread is already saving there", file=path)
         left = None if deadline.seconds is None else max(0.0, deadline.left())
-        if not concurrent.futures.wait([self], left).done:
-            raise deadline.error("waiting for the save in the background", self.path)
+        if not self.future.wait(left):
+            raise deadline.error("waiting for the save in the background", path)
 
     def start(self, begin: Callable[..., Callable[[], Saved]]) -> PendingSave:
         """Calls `begin`, which has the arrays kept in a snapshot; a thread does the rest."""
-        snapshot = Snapshot()
+        snapshot, future = Snapshot(), self.future
         try:
             rest = begin(keep=snapshot.keep)
         except BaseException:
-            self._end(snapshot, lambda: self.set_exception(concurrent.futures.CancelledError()))
+            self._end(snapshot, partial(future.set_exception, concurrent.futures.CancelledError()))
             raise
         work = [rest]  # In no frame of an error, which would keep what it refers to.
         del rest
-        name = f"mfload save {os.path.basename(self.path)}"
+        name = f"mfload save {os.path.basename(future.path)}"
         thread = self._thread = threading.Thread(
             target=self._finish, name=name, args=(work, snapshot)
         )
@@ -126,30 +137,28 @@ class PendingSave(concurrent.futures.Future[Saved]):
         if thread.ident is None:
             self._thread = threading.current_thread()
             self._finish(work, snapshot)
-        return self
+        return future
 
     def _finish(self, work: list[Callable[[], Saved]], snapshot: Snapshot) -> None:
-        blocked = time.perf_counter() - self._called
+        blocked, future = time.perf_counter() - self._called, self.future
         try:
             saved = work.pop()()
-            more: dict[str, Any] = {"copied": snapshot.copied, "held": snapshot.held}
-            saved = dataclasses.replace(saved, blocked=blocked, **more)
         except BaseException as error:  # noqa: BLE001 - raised again by `result`
             traceback.clear_frames(error.__traceback__)
-            log.error("%s: a save in the background failed: %s", self.path, error)
-            _untold[self] = None
-            self._end(snapshot, lambda error=error: self.set_exception(error))
+            log.error("%s: a save in the background failed: %s", future.path, error)
+            _untold[future] = None
+            self._end(snapshot, partial(future.set_exception, error))
         else:
-            self._end(snapshot, lambda: self.set_result(saved))
+            more: dict[str, Any] = {"copied": snapshot.copied, "held": snapshot.held}
+            saved = dataclasses.replace(saved, blocked=blocked, **more)
+            self._end(snapshot, partial(future.set_result, saved))
 
     def _end(self, snapshot: Snapshot, settle: Callable[[], None]) -> None:
         snapshot.release()
-        self._leave()  # First: who waits may save there at once.
+        # First: a callback, or who waits, may save there at once.
+        if _pending.get(self.future.path) is self:
+            del _pending[self.future.path]
         settle()
-
-    def _leave(self) -> None:
-        if _pending.get(self.path) is self:
-            del _pending[self.path]
 
 
 def take_turn(path: str | os.PathLike[str], timeout: float | None) -> None:
@@ -182,10 +191,10 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """The threads that would end them are the parent's."""
-    for each in _pending.values():
-        concurrent.futures.Future.__init__(each)
+    for path, each in _pending.items():
+        each.future.__init__(path)
         message = "the save is the parent process's, which goes on with it"
-        each.set_exception(errors.ProcessError(message, found="a forked child"))
+        each.future.set_exception(errors.ProcessError(message, found="a forked child"))
     _pending.clear()
     _untold.clear()
     _spare.clear()

@@ -26,8 +26,9 @@ from hypothesis.extra import numpy as arrays_of
 import mfload
 from mfload import errors
 from mfload.io import buffers
+from mfload.runtime import Deadline
 from mfload.saving import background, drafts, export, layout
-from mfload.saving.background import PendingSave, Snapshot
+from mfload.saving.background import PendingSave, Snapshot, Work
 
 SECONDS = 60
 
@@ -55,7 +56,8 @@ def gate() -> Iterator[Gate]:
 @pytest.fixture(autouse=True)
 def _nothing_left() -> Iterator[None]:
     yield
-    concurrent.futures.wait(list(background._pending.values()), SECONDS)
+    for each in list(background._pending.values()):
+        each.wait(Deadline(SECONDS))
     assert not background._pending
     background._untold.clear()
 
@@ -304,7 +306,7 @@ class TestTurns:
 
     def test_one_that_does_not_begin_is_not_waited_for(self, tmp_path: Path) -> None:
         path = tmp_path / "a.safetensors"
-        first, claimed = PendingSave(), threading.Event()
+        first, claimed = Work(), threading.Event()
 
         def begin(**_: Any) -> Any:
             first.claim(path, None)
@@ -363,7 +365,8 @@ class TestTurns:
         with concurrent.futures.ThreadPoolExecutor(4) as pool:
             list(pool.map(work, range(4)))
         mfload.save({"a": np.ones(1)}, tmp_path / "0.safetensors", overwrite=True)
-        concurrent.futures.wait(list(background._pending.values()), SECONDS)
+        for each in list(background._pending.values()):
+            each.wait(Deadline(SECONDS))
         last = _load(tmp_path / "1.safetensors")["a"]
         assert 0 <= last[0] < 4
         assert (last == last[0]).all()
@@ -378,6 +381,7 @@ class TestFuture:
         ]
         assert not concurrent.futures.wait(both, 0.01).done
         assert not both[0].cancel()
+        assert not both[0].wait(0.01)
         with pytest.raises(TimeoutError):
             both[0].result(0.01)
         called: list[object] = []
