@@ -15,7 +15,8 @@ from mfload.diagnostics import host
 
 _PACKAGES = (
     "numpy", "ml-dtypes", "jax", "torch", "tensorflow", "tensorflow-cpu", "paddlepaddle",
-    "safetensors", "fastsafetensors", "runai-model-streamer", "xxhash", "typer", "tqdm",
+    "safetensors", "fastsafetensors", "runai-model-streamer", "orbax-checkpoint", "xxhash",
+    "typer", "tqdm",
 )  # fmt: skip
 
 

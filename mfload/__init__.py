@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mfload.packed import unpack
     from mfload.peer.seed import Seed, publish, seeds
     from mfload.report import Report
+    from mfload.saving.background import PendingSave
     from mfload.saving.save import Saved
     from mfload.trees.keymap import rule
     from mfload.trees.load_into import load_into
@@ -47,6 +48,7 @@ _NAMES = {
     "packed": "unpack",
     "peer.seed": "Seed publish seeds",
     "report": "Report",
+    "saving.background": "PendingSave",
     "saving.save": "Saved",
     "trees.keymap": "rule",
     "trees.load_into": "load_into",
@@ -55,9 +57,10 @@ _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in
 
 __all__ = [
     "Aligned", "Converted", "Diagnosis", "Difference", "Framework", "Manifest", "MfloadError",
-    "Options", "PeerOptions", "Report", "Saved", "Seed", "Verification", "abstract", "align",
-    "compat", "convert", "diff", "doctor", "errors", "live_bytes", "load", "load_into", "ondemand",
-    "open", "plan", "publish", "restore", "rule", "save", "seeds", "stream", "unpack", "verify",
+    "Options", "PeerOptions", "PendingSave", "Report", "Saved", "Seed", "Verification", "abstract",
+    "align", "compat", "convert", "diff", "doctor", "errors", "live_bytes", "load", "load_into",
+    "ondemand", "open", "plan", "publish", "restore", "rule", "save", "seeds", "stream", "unpack",
+    "verify",
 ]  # fmt: skip
 
 

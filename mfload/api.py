@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from mfload.planning.selection import Dtypes, Names, Regex
     from mfload.progress import Progress
     from mfload.report import Report
+    from mfload.saving.background import PendingSave
     from mfload.saving.save import Saved
     from mfload.sources import PathOrBytes
     from mfload.trees.load_into import IntoArguments, Structs
@@ -100,6 +101,17 @@ if TYPE_CHECKING:
         prefix: str | None
         names: Names
         framework: Named
+
+    class SaveArguments(TypedDict, total=False):
+        """Those of `save`, beside arrays, path and background."""
+
+        metadata: Mapping[str, str] | None
+        align: int | str
+        max_shard_size: int | str | None
+        checksums: bool | Literal["xxh3", "sha256", "both"]
+        overwrite: bool
+        progress: Progress
+        timeout: float | None
 
 
 T = TypeVar("T")
@@ -646,6 +658,26 @@ def restore(
     return nested.filled(tree[-1], arrays, plain=names is None)
 
 
+@overload
+def save(
+    arrays: Any,
+    path: str | os.PathLike[str],
+    *,
+    background: Literal[False] = ...,
+    **more: Unpack[SaveArguments],
+) -> Saved: ...
+@overload
+def save(
+    arrays: Any,
+    path: str | os.PathLike[str],
+    *,
+    background: Literal[True],
+    **more: Unpack[SaveArguments],
+) -> PendingSave: ...
+@overload
+def save(
+    arrays: Any, path: str | os.PathLike[str], *, background: bool, **more: Unpack[SaveArguments]
+) -> Saved | PendingSave: ...
 def save(
     arrays: Any,
     path: str | os.PathLike[str],
@@ -657,7 +689,8 @@ def save(
     overwrite: bool = False,
     progress: bool | Callable[[int, int], None] = False,
     timeout: float | None = None,
-) -> Saved:
+    background: bool = False,
+) -> Saved | PendingSave:
     """Saves arrays as a safetensors checkpoint, all of it or nothing.
 
     A file gets its final name when it is whole and on disk: after an error, Ctrl-C, a kill or a
@@ -669,6 +702,14 @@ def save(
     process; what each process made for itself must be the same in all, and is written by the first.
     The checkpoint appears whole or not at all, in all processes. To save from a single process,
     give it `jax.device_get(arrays)`: without global arrays, a save is the caller's alone.
+
+    With `background=True` the call returns when the arrays may be changed, donated or freed, and a
+    thread writes them. Arrays that can change are copied, those on devices are brought to the
+    host; arrays of JAX on CPUs and eager tensors of TensorFlow are held. What is wrong with an
+    argument is raised by the call, what goes wrong while writing by `result()`; if nothing asks for
+    it, it is logged, raised by the next save of this process, and shown at exit. A save waits for
+    one that is pending at its target; loads see the old checkpoint until the new one is there. The
+    process waits for pending saves before it exits; one that is killed leaves the old checkpoint.
 
     Args:
         arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
@@ -698,12 +739,17 @@ def save(
             killed save left is removed either way.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         timeout: Seconds from the call on, within which another writer of the target is waited for.
-            Default: the save is refused at once. On a mesh, seconds that the processes have for the
-            whole save. Default: ten minutes until all have made the call, then no limit; a process
-            that fails or is gone ends it in all.
+            Default: the save is refused at once, and one that is pending in this process is waited
+            for. On a mesh, seconds that the processes have for the whole save. Default: ten minutes
+            until all have made the call, then no limit; a process that fails or is gone ends it in
+            all.
+        background: Whether to return once the arrays are kept, and write them in a thread, which
+            calls a `progress` function, too.
 
     Returns:
-        Files, bytes, seconds and notes; prints well, and has `as_dict()`.
+        Files, bytes, seconds and notes; prints well, and has `as_dict()`. In the background, a
+        `concurrent.futures.Future` of it, which also has the seconds that the call took, and the
+        bytes that it copied.
 
     Raises:
         TargetExistsError: A checkpoint or its manifest exists, and `overwrite` is not set.
@@ -717,22 +763,32 @@ def save(
     from mfload.saving import save as saving
     from mfload.trees import outline
 
+    pending = take_turn = None
+    if background or "mfload.saving.background" in sys.modules:
+        from mfload.saving.background import Work, take_turn
+
+        if background:
+            take_turn = (pending := Work()).claim
+
     def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None, saving.Seal | None]:
         seal = None
+        if take_turn is not None:
+            take_turn(path, timeout)
         if checksums:
             from mfload.checking.sealing import Seal
 
             seal = Seal.of(checksums)
         return *outline.by_name(arrays, metadata), seal
 
-    given: dict[str, Any] = {"align": align, "overwrite": overwrite}
-    given |= {"max_shard_size": max_shard_size, "progress": progress, "timeout": timeout}
+    given: dict[str, Any] = {"align": align, "overwrite": overwrite, "timeout": timeout}
+    given |= {"max_shard_size": max_shard_size, "progress": progress}
     if ranks := outline.processes(arrays):
         from mfload.saving import together
 
-        return together.save(prepare, path, ranks, **given)
-    found, strings, seal = prepare()
-    return saving.save(found, path, metadata=strings, **given, seal=seal)
+        begin = partial(together.begin, prepare, path, ranks, **given)
+    else:
+        begin = partial(saving.begin, prepare, path, **given)
+    return begin()() if pending is None else pending.start(begin)
 
 
 def _together(

@@ -39,6 +39,7 @@ def _keys(name: str) -> set[str]:
         (mfload.stream, "path framework device", "StreamArguments"),
         (mfload.stream, "path framework device", "EagerArguments"),
         (mfload.restore, "path target", "RestoreArguments"),
+        (mfload.save, "arrays path background", "SaveArguments"),
         (mfload.load_into, "target path", "FillArguments"),
     ],
 )

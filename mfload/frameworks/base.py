@@ -285,6 +285,7 @@ class Exported(NamedTuple):
         span: Host addresses [first, past last) of its elements, gaps between them included; None
             if they lie on a device or in several pieces.
         lies: The same as `read` as it lies, with any strides, for an array in host memory.
+        frozen: Whether `read` gives the array's own memory, which can't change while that is held.
     """
 
     dtype: DType
@@ -292,6 +293,7 @@ class Exported(NamedTuple):
     read: Callable[[], Any]
     span: Span | None = None
     lies: Callable[[], Any] | None = None
+    frozen: bool = False
 
 
 def refuse(framework: str, why: str | None, array: Any) -> None:

@@ -211,10 +211,13 @@ def export(array: Any) -> base.Exported:
     row = base.row_of("jax", array.dtype.name)
     span = None
     devices = array.sharding.device_set
-    if len(devices) == 1 and next(iter(devices)).platform == "cpu":
+    on_host = next(iter(devices)).platform == "cpu"
+    if len(devices) == 1 and on_host:
         address = private_api.jax_address(array) if array.size else 0
         span = address, address + (row.size_of(array.shape) or 0)
-    return base.Exported(row, array.shape, lambda: _gather(array), span)
+    # A jit that it is donated to finds that NumPy's view holds the memory, and takes other.
+    frozen = on_host and array.is_fully_replicated
+    return base.Exported(row, array.shape, lambda: _gather(array), span, frozen=frozen)
 
 
 def _refusal(array: Any) -> str | None:

@@ -194,13 +194,14 @@ _LOCAL = re.compile(r"/job:localhost/.*device:CPU:\d+")
 def export(array: Any) -> base.Exported:
     """What is to be saved of a tensor, or of what a variable holds now."""
     base.refuse("tensorflow", _refusal(array), array)
-    if isinstance(array, tf.Variable):
+    if variable := isinstance(array, tf.Variable):
         # The variable's own memory; an assignment later on takes other memory.
         array = array.value()
     row = base.row_of("tensorflow", array.dtype.name)
     shape = tuple(array.shape)
     if shape and _LOCAL.fullmatch(array.backing_device):
-        return base.export_numpy("tensorflow", np.asarray(array))
+        exported = base.export_numpy("tensorflow", np.asarray(array))
+        return exported._replace(frozen=not variable)
     # Not NumPy's own call for all: it fails for single numbers of the types that NumPy lacks.
     return base.Exported(row, shape, lambda: np.asarray(array.numpy()))
 

@@ -40,6 +40,7 @@ class TensorToSave(NamedTuple):
         given: The dtype of the array, if it is one that safetensors lacks.
         cut: The same as `fetch`, but what lies in another order is copied in parts, when slices of
             them are taken, one after the other.
+        frozen: Whether `fetch` gives the array's own memory, which can't change while that is held.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TensorToSave(NamedTuple):
     owner: int | None = None
     given: DType | None = None
     cut: Callable[[], Any] | None = None
+    frozen: bool = False
 
     @property
     def span(self) -> Span | None:
@@ -133,7 +135,8 @@ def _any(name: Any, array: Any, exporters: dict[type, _Exporter]) -> TensorToSav
     fetch = functools.partial(_fetch, name, exported)
     given = None if row is exported.dtype else exported.dtype
     cut = functools.partial(_cut, name, exported, fetch)
-    return TensorToSave(name, row, shape, nbytes, exported.span, fetch, given=given, cut=cut)
+    more: dict[str, Any] = {"given": given, "cut": cut, "frozen": exported.frozen}
+    return TensorToSave(name, row, shape, nbytes, exported.span, fetch, **more)
 
 
 def _cut(name: str, exported: Exported, fetch: Callable[[], Any]) -> Any:

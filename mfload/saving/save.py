@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,6 +33,10 @@ _INLINE = 1 << 20
 _SOON = 256 << 20
 _SHOWN = 8
 
+Prepare = Callable[[], "tuple[Mapping[str, Any], Mapping[str, str] | None, Seal | None]"]
+Keep = Callable[[Sequence[Layout], Collection[str]], Sequence[Layout]]
+"""Gives layouts whose tensors no longer change, but for those of some names."""
+
 
 @dataclass(frozen=True, slots=True)
 class Saved(Printable):
@@ -44,6 +48,9 @@ class Saved(Printable):
         bytes: Of all files, headers and their padding counted.
         seconds: From the call to the last name on disk.
         notes: What was decided without being asked for, and which tensors shared memory.
+        blocked: Seconds until the call returned, of a save in the background; None otherwise.
+        copied: Bytes that were copied, or brought from devices, before it returned.
+        held: Bytes of arrays that can't change, which were held instead.
     """
 
     DERIVED = ("gib_per_s",)
@@ -53,6 +60,9 @@ class Saved(Printable):
     bytes: int
     seconds: float
     notes: tuple[str, ...] = ()
+    blocked: float | None = None
+    copied: int = 0
+    held: int = 0
 
     @property
     def gib_per_s(self) -> float:
@@ -65,6 +75,9 @@ class Saved(Printable):
             ("saved", f"{counted(self.tensors, 'tensor')}, {human(self.bytes)}"),
             ("time", f"{self.seconds:.4f} s, {self.gib_per_s:.2f} GiB/s, on disk"),
         ]
+        if self.blocked is not None:
+            kept = f"{human(self.copied)} copied, {human(self.held)} held"
+            rows.append(("blocked", f"{self.blocked:.4f} s: {kept}"))
         rows += [("file", file) for file in self.files[:_SHOWN]]
         if len(self.files) > _SHOWN:
             rows.append(("file", f"… and {len(self.files) - _SHOWN} more"))
@@ -85,21 +98,25 @@ class Seal(Protocol):
         ...
 
 
-def save(
-    arrays: Mapping[str, Any],
+def begin(
+    prepare: Prepare,
     path: str | os.PathLike[str],
+    keep: Keep | None = None,
     *,
-    metadata: Mapping[str, str] | None = None,
-    align: int | str = layout.ALIGN,
-    max_shard_size: int | str | None = None,
-    overwrite: bool = False,
-    progress: Progress = False,
-    seal: Seal | None = None,
-    timeout: float | None = None,
-) -> Saved:
-    """See `mfload.save`; with a seal, it is published with a manifest."""
+    align: int | str,
+    max_shard_size: int | str | None,
+    overwrite: bool,
+    progress: Progress,
+    timeout: float | None,
+) -> Callable[[], Saved]:
+    """Begins `mfload.save`: what it returns does the rest, also in another thread.
+
+    `prepare` checks arguments and gives arrays, metadata, and a seal if there is to be a manifest.
+    With `keep`, the arrays may change before the rest is done.
+    """
     start = time.perf_counter()
     deadline = None if timeout is None else Deadline(timeout)
+    arrays, metadata, seal = prepare()
     limit = layout.shard_limit(max_shard_size)
     begin = layout.checked_align(align)
     target = SaveTarget(path, overwrite, sealed=seal is not None)
@@ -107,11 +124,27 @@ def save(
         given = export(arrays)
         layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
         notes = widened(given) + _shared(given)
-    size = sum(made.size for made in layouts)
+    if keep is not None:
+        target.place.names(len(layouts))  # Raises if they have none.
+        layouts = keep(layouts, ())
+    # No closure: an error's frames would keep it, and what it refers to.
+    return partial(_write, start, target, layouts, notes, progress, deadline, seal)
+
+
+def _write(
+    start: float,
+    target: SaveTarget,
+    layouts: Sequence[Layout],
+    notes: Sequence[str],
+    progress: Progress,
+    deadline: Deadline | None,
+    seal: Seal | None,
+) -> Saved:
+    size, count = sum(made.size for made in layouts), sum(len(made.entries) for made in layouts)
     quiet = gc_paused() if size <= _SOON else nullcontext()
     with target.drafts(layouts, deadline=deadline) as drafts, quiet:
         with shown(progress, size) as advance:
-            writers = Writers(_threads(size), advance)
+            writers = Writers(threads_for(size), advance)
             try:
                 for number, (draft, made) in enumerate(zip(drafts, layouts, strict=True)):
                     way = draft.write if seal is None else partial(seal.write, number, draft)
@@ -126,10 +159,11 @@ def save(
         sums = None if seal is None else seal.manifest(drafts, layouts)
         files, more = target.publish(drafts, layouts, sums)
     took = time.perf_counter() - start
-    return Saved(tuple(files), len(given), size, took, (*notes, *more))
+    return Saved(tuple(files), count, size, took, (*notes, *more))
 
 
-def _threads(size: int) -> int:
+def threads_for(size: int) -> int:
+    """Threads that write so many bytes at best, or copy them; none if that is soon over."""
     if size <= _INLINE:
         return 0
     # Each needs a slot and a start: below two blocks a thread they are not worth that.

@@ -15,7 +15,9 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,11 @@ from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
 from mfload.saving.export import TensorToSave, export, unboxed
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.save import Saved, Seal, fetched, widened
+from mfload.saving.save import Keep, Prepare, Saved, Seal, fetched, widened
 
 _LOOK = 0.25  # Seconds between looks at the other processes, while writing.
 _ARRIVAL = 600.0  # Seconds until the other processes must have made the call.
+_Range = tuple[int, Any]  # An offset in a draft, and the bytes that lie there.
 _ABSENT = "each process must make the call; to save from one, give it jax.device_get(arrays)"
 
 
@@ -43,21 +46,23 @@ def _is_global(array: Any) -> bool:
     return not getattr(array, "is_fully_addressable", True)
 
 
-def save(
-    prepare: Callable[[], tuple[Mapping[str, Any], Mapping[str, str] | None, Seal | None]],
+def begin(
+    prepare: Prepare,
     path: str | os.PathLike[str],
     ranks: Sequence[int],
+    keep: Keep | None = None,
     *,
     align: int | str,
     max_shard_size: int | str | None,
     overwrite: bool,
     progress: Progress,
     timeout: float | None,
-) -> Saved:
-    """Saves global arrays of JAX; all processes return the same.
+) -> Callable[[], Saved]:
+    """Begins to save global arrays of JAX (see `save.begin`); all processes return the same.
 
-    `ranks` are the processes. What `prepare` raises, which checks arguments and gives arrays,
-    metadata and a seal, reaches all of them. The first process makes the manifest.
+    `ranks` are the processes. What `prepare` raises reaches all of them. The first process makes
+    the manifest. While a thread does the rest, loads and saves of several processes that are called
+    later wait for their turn.
 
     Raises:
         ProcessError: Another process failed or is gone, or saves something else.
@@ -71,7 +76,8 @@ def save(
         wrong = error
     backend: Any = base.backend("jax")
     backend.arrival, backend.absent = _ARRIVAL, _ABSENT
-    with agree.joined(backend, ranks, deadline) as group, contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        group = stack.enter_context(agree.joined(backend, ranks, deadline))
         if wrong is not None:
             raise wrong
         first = group.rank == group.ranks[0]
@@ -81,8 +87,8 @@ def save(
         local = export({n: each for n, each in held.items() if n not in spread})
         rows = {each.name: each for each in local}
         given = [_global(n, each) if n in spread else rows[n] for n, each in held.items()]
-        limit, begin = layout.shard_limit(max_shard_size), layout.checked_align(align)
-        layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
+        limit, align = layout.shard_limit(max_shard_size), layout.checked_align(align)
+        layouts = [layout.lay_out(each, metadata, align) for each in layout.split(given, limit)]
         lines = [f"{os.fspath(path)!r}, overwrite={overwrite}"]
         lines += [f"{n}: {each.shape} {each.dtype}" for n, each in spread.items()]
         # Global arrays are one array; what each process made for itself may differ.
@@ -98,31 +104,79 @@ def save(
                 draft.lasting = False
             prefix = drafts[0].hidden.rpartition("-")[0]
         prefix = group.gather("making the files", prefix)[group.ranks[0]]
-        size, written = sum(made.size for made in layouts), 0
-        with shown(progress, size) as advance:
-            for number, made in enumerate(layouts, 1):
-                written += _write(f"{prefix}-{number:05}", made, spread, group, advance)
-            counts = group.gather("writing", str(written))
-            if advance is not None:
-                advance(size - written)  # What the others wrote.
-        if sum(map(int, counts.values())) != size:
-            raise errors.WriteError(
-                "the processes did not write the whole of the files",
-                file=os.fspath(path),
-                expected=errors.amount(size),
-                found=str(counts),
-            )
-        done: Any = None
+        work: list[Iterable[_Range]] = [_ranges(made, spread, first) for made in layouts]
+        if keep is not None:
+            # Parts of global arrays are JAX's, and do not change.
+            layouts = keep(layouts, spread if first else held)
+            work = [[*_ranges(made, spread, first)] for made in layouts]
+            group.thread = 0  # The caller's may begin another.
+        size = sum(made.size for made in layouts)
+        saved = Saved((), len(given), size, 0.0, tuple(widened(given)))
+        write = partial(_write_all, group, path, prefix, work, size, progress)
+        publish = None
         if target is not None:
-            for draft in drafts:
-                draft.count(draft.size)
-                draft.sync()
-            sums = None if seal is None else seal.manifest(drafts, layouts)
-            files, more = target.publish(drafts, layouts, sums)
-            done = files, time.perf_counter() - start, [*widened(given), *more]
+            publish = partial(_publish, target, drafts, layouts, saved, start, seal)
+        return partial(_finish, stack.pop_all(), group, saved, write, publish)
+
+
+def _finish(
+    stack: contextlib.ExitStack,
+    group: agree.ProcessGroup,
+    saved: Saved,
+    write: Callable[[], None],
+    publish: Callable[[], Saved] | None,
+) -> Saved:
+    with stack:
+        write()
+        done = None
+        if publish is not None:
+            saved = publish()
+            done = saved.files, saved.seconds, saved.notes
         said = group.gather("publishing", json.dumps(done))[group.ranks[0]]
-        files, took, notes = json.loads(said)
-    return Saved(tuple(files), len(given), size, took, tuple(notes))
+    files, took, notes = json.loads(said)
+    return replace(saved, files=tuple(files), seconds=took, notes=tuple(notes))
+
+
+def _publish(
+    target: SaveTarget,
+    drafts: Sequence[Draft],
+    layouts: Sequence[Layout],
+    saved: Saved,
+    start: float,
+    seal: Seal | None,
+) -> Saved:
+    for draft in drafts:
+        draft.count(draft.size)
+        draft.sync()
+    sums = None if seal is None else seal.manifest(drafts, layouts)
+    files, more = target.publish(drafts, layouts, sums)
+    took, notes = time.perf_counter() - start, (*saved.notes, *more)
+    return replace(saved, files=tuple(files), seconds=took, notes=notes)
+
+
+def _write_all(
+    group: agree.ProcessGroup,
+    path: str | os.PathLike[str],
+    prefix: str,
+    work: Sequence[Iterable[_Range]],
+    size: int,
+    progress: Progress,
+) -> None:
+    """Writes what this process has to of all drafts; returns when all processes did."""
+    written = 0
+    with shown(progress, size) as advance:
+        for number, ranges in enumerate(work, 1):
+            written += _write(f"{prefix}-{number:05}", ranges, group, advance)
+        counts = group.gather("writing", str(written))
+        if advance is not None:
+            advance(size - written)  # What the others wrote.
+    if sum(map(int, counts.values())) != size:
+        raise errors.WriteError(
+            "the processes did not write the whole of the files",
+            file=os.fspath(path),
+            expected=errors.amount(size),
+            found=str(counts),
+        )
 
 
 def _digest(data: Any) -> str:
@@ -145,9 +199,7 @@ def _global(name: str, array: Any) -> TensorToSave:
     return TensorToSave(name, row, array.shape, nbytes, None, lambda: None, given=given)
 
 
-def _write(
-    hidden: str, made: Layout, spread: Mapping[str, Any], group: agree.ProcessGroup, advance: Any
-) -> int:
+def _write(hidden: str, ranges: Iterable[_Range], group: agree.ProcessGroup, advance: Any) -> int:
     """Writes what this process has to of a draft; returns the bytes."""
     written, looked = 0, time.monotonic()
     try:
@@ -156,7 +208,7 @@ def _write(
         action = "open the file that another process made (all must share the file system)"
         raise errors.from_target(error, hidden, action) from error
     try:
-        for offset, data in _ranges(made, spread, group.rank == group.ranks[0]):
+        for offset, data in ranges:
             for at in range(0, data.size, BLOCK):
                 write_all(file.fileno(), [data[at : at + BLOCK]], offset + at)
                 if time.monotonic() > looked + _LOOK:
@@ -173,7 +225,7 @@ def _write(
     return written
 
 
-def _ranges(made: Layout, spread: Mapping[str, Any], first: bool) -> Iterator[tuple[int, Any]]:
+def _ranges(made: Layout, spread: Mapping[str, Any], first: bool) -> Iterator[_Range]:
     """Offsets in a draft, and the bytes that this process writes there."""
     from mfload.mesh import jax_pieces
 
@@ -192,7 +244,7 @@ def _ranges(made: Layout, spread: Mapping[str, Any], first: bool) -> Iterator[tu
 
 def _runs(
     row: TensorToSave, box: Sequence[tuple[int, int]], data: Any, at: int
-) -> Iterator[tuple[int, Any]]:
+) -> Iterator[_Range]:
     """A box of a tensor that begins at `at`, as ranges of the file."""
     shape, item = row.shape, row.nbytes // math.prod(row.shape)
     if not data.size:

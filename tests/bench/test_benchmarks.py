@@ -16,6 +16,7 @@ from PIL import Image
 
 from benchmarks import (
     ROOT,
+    background,
     capped,
     commands,
     described,
@@ -145,6 +146,20 @@ def test_saving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _check_picture(out / "saving.png")
     assert saving.main([*_places(tmp_path), "--redraw"]) == 0
     assert (out / "saving.md").read_text() == page
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+@pytest.mark.slow
+def test_saving_in_the_background(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert background.main([*_places(tmp_path), "--gb", "0.005"]) == 0
+    assert "FAILED" not in capsys.readouterr().out
+    out = tmp_path / "out"
+    found = json.loads((out / "background.json").read_text())["summary"]["large"]
+    assert set(found) >= {name for name in background.LABELS if name.startswith("mfload")}
+    assert (
+        "| **mfload.save(background=True), torch, later** |" in (out / "background.md").read_text()
+    )
+    _check_picture(out / "background.png")
     assert list((tmp_path / "work").iterdir()) == []
 
 
@@ -319,7 +334,7 @@ def test_shards_of_a_loader_that_makes_other_values(
         shards._take("mfload/once", Case("rows-cold"), found, "", known)
 
 
-@pytest.mark.parametrize("module", [listing, ondemand, saving, verifying])
+@pytest.mark.parametrize("module", [background, listing, ondemand, saving, verifying])
 def test_the_pages_figures_follow_from_their_samples(module: Any, tmp_path: Path) -> None:
     name = module.__name__.rpartition(".")[2]
     for each in (*PERFORMANCE.glob(f"{name}*.json"), PERFORMANCE / f"{name}.md"):

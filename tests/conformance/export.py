@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import itertools
 import sys
 import tracemalloc
 import warnings
@@ -22,7 +24,9 @@ from hypothesis.extra import numpy as arrays
 
 import mfload
 from mfload import errors
+from mfload.saving.background import Snapshot
 from mfload.saving.export import TensorToSave, export
+from mfload.saving.layout import lay_out
 
 NAMES = {**material.COMMON, **material.FLOATS8, "F4": "float4_e2m1fn",
          "F6_E2M3": "float6_e2m3fn", "F6_E3M2": "float6_e3m2fn"}  # fmt: skip
@@ -73,6 +77,7 @@ class ExportConformance:
         reference_lacks_scalars: Whether it takes none of no dims.
         steps: Whether its arrays can be views with steps, also negative ones.
         turned: Whether transposing one makes a view.
+        frozen: Whether arrays can't change, so that a save in the background holds them.
         refused: What can't be saved: a word for each, and one that the message has.
     """
 
@@ -85,6 +90,7 @@ class ExportConformance:
     steps: ClassVar[bool] = False
     turned: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]]
+    frozen: ClassVar[bool] = False
 
     # What a subclass tells of its framework.
 
@@ -107,6 +113,9 @@ class ExportConformance:
     def reference_save(self, arrays: dict[str, Any]) -> bytes:
         """The file that safetensors itself makes of such arrays."""
         raise NotImplementedError
+
+    def let_go(self, array: Any) -> None:
+        """Frees an array that can't change, as far as its framework can."""
 
     def refusal(self, word: str) -> Any:
         """An array that can't be saved."""
@@ -249,6 +258,27 @@ class ExportConformance:
         del raw, held
         gc.collect()
         assert mfload.live_bytes() == 0
+
+    def test_what_is_kept_for_the_background_stands(self) -> None:
+        for dtype, shape in itertools.product(self.gives, ((5, 3), (700, 800))):
+            if BITS[dtype] < 8:
+                continue
+            _, array = self.numbers(dtype, shape)
+            made = self.made(array)
+            row, snapshot = give(made), Snapshot()
+            (kept,) = snapshot.keep([lay_out([row])], ())
+            assert (snapshot.held, snapshot.copied)[self.frozen] == 0
+            assert snapshot.held + snapshot.copied == row.nbytes
+            if self.frozen:
+                self.let_go(made)
+            else:
+                ctypes.memset(self.address(made), 0xA5, row.nbytes)
+            del made, row
+            gc.collect()
+            # Memory that came free would be taken by these.
+            others = [self.made(np.zeros_like(array)) for _ in range(4)]
+            assert kept.entries[0].fetch().tobytes() == array.tobytes()
+            del others
 
     # What can't be saved.
 

@@ -6,7 +6,9 @@ import ctypes
 import importlib.machinery
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -266,6 +268,23 @@ class TestGivingWithoutAGpu:
             (given,) = export({"w": array})
             assert (given.span, array.copies) == (None, 0)
             assert (read(given), array.copies) == (row, 1)
+
+    def test_a_save_in_the_background_brings_it_to_the_host_first(self, tmp_path: Path) -> None:
+        array, opened = FakeArray(np.arange(15, dtype=np.float32)), threading.Event()
+
+        def wait(_: int, __: int) -> None:
+            assert opened.wait(20)
+
+        pending = mfload.save(
+            {"w": array},
+            tmp_path / "w.safetensors",
+            background=True,
+            progress=wait,
+        )
+        assert array.copies == 1
+        opened.set()
+        assert (pending.result(20).copied, pending.result().held, array.copies) == (60, 0, 1)
+        assert mfload.load(tmp_path / "w.safetensors", "numpy")["w"].tolist() == [*range(15)]
 
     def test_refusals(self) -> None:
         for array, said in (

@@ -11,6 +11,7 @@ import time
 import tracemalloc
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -234,6 +235,7 @@ class TestJaxGives(ExportConformance):
     gives = tuple(key for key in BITS if not key.startswith("F6_"))
     unpacked = ("F4",)
     turned = False
+    frozen = True
     refused: ClassVar = {
         "complex128": "no dtype",
         "float8_e3m4": "no dtype",
@@ -265,6 +267,37 @@ class TestJaxGives(ExportConformance):
 
     def reference_save(self, arrays: dict[str, Any]) -> bytes:
         return safetensors.flax.save(arrays)
+
+    def let_go(self, array: Any) -> None:
+        array.delete()
+
+    @pytest.mark.parametrize("way", ["made", "put", "loaded", "replicated", "sharded"])
+    @pytest.mark.parametrize("end", ["donated", "deleted"])
+    def test_saved_in_the_background(self, way: str, end: str, tmp_path: Path) -> None:
+        numbers = np.arange(1 << 20, dtype=np.float32).reshape(1024, -1)
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+        spec = jax.sharding.PartitionSpec("x" if way == "sharded" else None)
+        if way == "made":
+            array = jnp.array(numbers)
+        elif way == "loaded":
+            mfload.save({"w": numbers}, tmp_path / "w.safetensors")
+            array = mfload.load(tmp_path / "w.safetensors", "jax")["w"]
+        else:
+            place = None if way == "put" else jax.sharding.NamedSharding(mesh, spec)
+            array = jax.device_put(numbers.copy(), place)
+        pending = mfload.save({"w": array}, tmp_path / "kept.safetensors", background=True)
+        step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+        if end == "donated":
+            after = [step(array)]
+        else:
+            array.delete()
+            after = []
+        after += [jnp.full(numbers.shape, n) for n in range(4)]
+        jax.block_until_ready(after)
+        del array
+        assert pending.result(60).held == (0 if way == "sharded" else numbers.nbytes)
+        found = mfload.load(tmp_path / "kept.safetensors", "numpy")["w"]
+        assert (found == numbers).all()
 
     def refusal(self, word: str) -> Any:
         kept: list[Any] = []

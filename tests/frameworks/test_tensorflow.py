@@ -310,6 +310,7 @@ class TestTensorflowGives(ExportConformance):
     loaded_as_bytes = unpacked
     reference_lacks_scalars = True
     turned = False
+    frozen = True
     refused: ClassVar = {
         "complex128": "no dtype",
         "qint8": "no dtype",
@@ -376,6 +377,7 @@ class TestTensorflowGives(ExportConformance):
         variable.scatter_nd_update([[0, 0]], [7.0])
         assert read(given).raw == np.ones((3, 2), np.float32).tobytes()
         assert read(give(variable)).raw == variable.numpy().tobytes()
+        assert not give(variable).frozen
         for dtype in (tf.bfloat16, tf.int64, tf.bool):
             other = tf.Variable(tf.cast(variable, dtype))
             assert read(give(other)).raw == other.numpy().tobytes()

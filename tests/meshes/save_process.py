@@ -61,6 +61,33 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
             given = {**arrays, "host": np.arange(5), "turned": turned}
             done = mfload.save(given, path, progress=lambda *each: seen.append(each))
             return {"files": len(done.files), "seen": seen[-1]}
+        case "background":
+            host, shards = np.arange(5), directory / "several/"
+            pending = mfload.save({**arrays, "host": host}, path, background=True)
+            host[:] = 0
+            arrays["rows"].delete()
+            # Their turns come in the order of the calls.
+            again = mfload.save(state(mesh), f"{shards}/", max_shard_size=2000, background=True)
+            loaded = mfload.load(directory / "flat.safetensors", "jax", mesh=mesh, shardings=P())
+            saved = pending.result(60)
+            again.result(60)
+            return {"loaded": len(loaded), "copied": saved.copied, "notes": saved.notes}
+        case "background-exists":
+            mfload.save(arrays, directory / "flat.safetensors", background=True)
+            raise AssertionError
+        case "background-fails":
+            real = together.write_all
+
+            def full(*given: Any) -> None:
+                if rank == 1:
+                    raise OSError(28, "full")
+                real(*given)
+
+            together.write_all = full
+            try:
+                mfload.save(arrays, path, background=True).result(60)
+            finally:
+                together.write_all = real
         case "tree":
             mfload.save({"params": arrays, "step": 3}, path)
         case "shards":

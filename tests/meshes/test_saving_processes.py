@@ -65,6 +65,26 @@ def test_each_writes_what_it_holds(tmp_path: Path) -> None:
     assert not _hidden(tmp_path)
 
 
+def test_in_the_background(tmp_path: Path) -> None:
+    cases = ("flat", "background", "background-exists", "background-fails", "tree")
+    one, two = _launch(tmp_path, *cases)
+    for each in (one, two):
+        for case in ("flat", "background", "tree"):
+            assert each.said[case]["error"] is None, (case, each.said[case], each.log)
+    found = mfload.load(tmp_path / "background.safetensors", "numpy")
+    _assert_same(found)
+    assert (found["host"] == np.arange(5)).all()
+    _assert_same(mfload.load(tmp_path / "several/", "numpy"))
+    assert one.said["background"]["copied"] == np.arange(5).nbytes
+    assert two.said["background"]["copied"] == 0  # The first process writes what all have.
+    raised = {each.said["background-exists"]["error"] for each in (one, two)}
+    assert raised == {"TargetExistsError", "ProcessError"}
+    assert one.said["background-fails"]["error"] == "ProcessError"
+    assert two.said["background-fails"]["error"] == "WriteError"
+    assert not (tmp_path / "background-fails.safetensors").exists()
+    assert not _hidden(tmp_path)
+
+
 @pytest.mark.parametrize("case", ["dies", "late"])
 def test_one_is_gone(case: str, tmp_path: Path) -> None:
     one, _ = _launch(tmp_path, case)

@@ -237,7 +237,7 @@ class TestLetGo:
         self, limit: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         size = 17 << 20  # Of more blocks than may wait.
-        monkeypatch.setattr(saving, "_threads", lambda size: 1)
+        monkeypatch.setattr(saving, "threads_for", lambda size: 1)
         made: list[weakref.ref[Any]] = []
         most: list[int] = []
         real = saving.export

@@ -6,6 +6,7 @@ A call that must be refused has a comment for each of the two; one that is not n
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, assert_type
 
@@ -149,6 +150,12 @@ def headers_only(mesh: Mesh) -> None:
 def saved_and_published(arrays: dict[str, jax.Array], tensors: dict[str, torch.Tensor]) -> None:
     assert_type(mfload.save(arrays, "a.safetensors", checksums="sha256"), mfload.Saved)
     mfload.save({"a": np.zeros(3), "b": tensors["b"]}, Path("b.safetensors"), overwrite=True)
+    pending = mfload.save(arrays, "a.safetensors", background=True, timeout=60)
+    assert_type(pending, mfload.PendingSave)
+    assert_type(pending.result(timeout=60), mfload.Saved)
+    assert_type(wait([pending]).done, set[Future[mfload.Saved]])
+    either = mfload.save(arrays, "a.safetensors", background=bool(tensors), overwrite=True)
+    assert_type(either, mfload.Saved | mfload.PendingSave)
     assert_type(mfload.verify("model/", checksums="write"), mfload.Verification)
     assert_type(mfload.diff("model/", "a.safetensors"), mfload.Difference)
     with mfload.publish(tensors, model="org/name", revision="step-100") as seed:
