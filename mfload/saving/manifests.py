@@ -106,14 +106,16 @@ def rivals(directory: str, manifest: str, names: Collection[str]) -> list[str]:
 
 
 def lying(directory: str, names: Collection[str], index: str | None = None) -> list[str]:
-    """Names of the manifests in a directory that are of these files, and of no others.
+    """Names of the manifests in a directory that are of these files, also if of others too.
 
-    These are the ones to remove when all of the files, which are of one checkpoint, are replaced.
+    These are the ones to remove when the files, which are of one checkpoint, are replaced: a set of
+    shards is no longer what its manifest says if one of them is another.
     """
     new = {*map(named, names)}
-    old = {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
+    others = {named(_WHOLE), *(named(saved_as(name)) for name in names)}
+    others |= {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
     found: list[str] = []
-    for name in sorted(new | old):
+    for name in sorted(new | others):
         if not os.path.isfile(os.path.join(directory, name)):
             continue
         own = name in new and not rivals(directory, name, [*names, index or ""])
@@ -123,7 +125,7 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
 
 
 def _is_of(directory: str, manifest: str, names: Collection[str], index: str | None) -> bool:
-    """Whether a manifest is of these files alone, by the files that it names."""
+    """Whether a manifest is of these files, or some of them, by the files that it names."""
     path = os.path.join(directory, manifest)
     try:
         source = sources.find(path)
@@ -132,7 +134,7 @@ def _is_of(directory: str, manifest: str, names: Collection[str], index: str | N
     except (errors.MfloadError, AttributeError, TypeError):
         return False  # Nothing tells.
     if files:
-        return files <= {*map(as_text, names)}
+        return not files.isdisjoint(map(as_text, names))
     return not incomplete(names) and not rivals(directory, manifest, [*names, index or ""])
 
 

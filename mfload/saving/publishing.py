@@ -74,7 +74,7 @@ class SaveTarget:
 
     def _look(self, names: Sequence[str]) -> Existing:
         """What is there; raises if it may not be replaced by files of these names."""
-        place, old = self.place, targets.look(self.place)
+        place, old = self.place, targets.look(self.place, names)
         if old.found and not self.overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
             if not old.sharded and place.name not in old.found:
