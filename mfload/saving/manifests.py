@@ -16,10 +16,12 @@ numbers too.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
-from collections.abc import Collection, Sequence
+import stat
+from collections.abc import Callable, Collection, Sequence
 
 from mfload import errors, sources
 from mfload.formats import discovery, strict_json
@@ -33,6 +35,7 @@ MAX_SIZE = 256 << 20
 """Bytes of the longest manifest that is read: some two million tensors."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<total>[0-9]+)(?P<end>\.[^.]+)?", re.DOTALL)
+_LIST = re.compile(r".+\+[0-9]+-[0-9a-f]{12}" + re.escape(SUFFIX), re.DOTALL)
 _WHOLE = "checkpoint"
 
 
@@ -116,12 +119,38 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
     others |= {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
     found: list[str] = []
     for name in sorted(new | others):
-        if not os.path.isfile(os.path.join(directory, name)):
+        if not _is_file(os.path.join(directory, name)):
             continue
         own = name in new and not rivals(directory, name, [*names, index or ""])
         if own or _is_of(directory, name, names, index):
             found.append(name)
     return found
+
+
+def is_there(path: str) -> bool:
+    """Whether something has the name of a manifest; raises SourceError if that can't be told."""
+    try:
+        return _status(os.lstat, path) is not None
+    except OSError as error:
+        raise errors.from_os(error, path, "look at the manifest") from error
+
+
+def _is_file(path: str) -> bool:
+    try:
+        found = _status(os.stat, path)
+    except OSError as error:
+        raise errors.from_target(error, path, "look at the manifest") from error
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def _status(look: Callable[[str], os.stat_result], path: str) -> os.stat_result | None:
+    try:
+        return look(path)
+    except OSError as error:
+        # An old name may be longer than any file's.
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
+            raise
+    return None
 
 
 def _is_of(directory: str, manifest: str, names: Collection[str], index: str | None) -> bool:
