@@ -98,12 +98,8 @@ def rivals(directory: str, manifest: str, names: Collection[str]) -> list[str]:
 
     `names` are those of the own files, and of the index.
     """
-    try:
-        listed = sorted(os.listdir(directory))
-    except OSError:
-        return []
     ours = {as_text(saved_as(name)) for name in names}
-    files = [n for n in listed if n.endswith((*FORMATS, INDEX_SUFFIX)) and n[0] != "."]
+    files = [n for n in _listed(directory) if n.endswith((*FORMATS, INDEX_SUFFIX)) and n[0] != "."]
     others = [n for n in files if as_text(saved_as(n)) not in ours]
     return [n for n in others if manifest in _old_names([n], n)]
 
@@ -117,6 +113,7 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
     new = {*map(named, names)}
     others = {named(_WHOLE), *(named(saved_as(name)) for name in names)}
     others |= {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
+    others |= {n for n in _listed(directory) if _LIST.fullmatch(n)}
     found: list[str] = []
     for name in sorted(new | others):
         if not _is_file(os.path.join(directory, name)):
@@ -125,6 +122,13 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
         if own or _is_of(directory, name, names, index):
             found.append(name)
     return found
+
+
+def _listed(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
 
 
 def is_there(path: str) -> bool:

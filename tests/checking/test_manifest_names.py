@@ -315,12 +315,22 @@ def test_the_manifest_of_a_set_goes_when_one_shard_is_replaced(write: Any, tmp_p
     assert found.manifest is None
 
 
-def test_the_manifest_of_a_directory_goes_when_one_file_is_replaced(tmp_path: Path) -> None:
-    for number in (1, 2):
-        mfload.save({f"w{number}": np.zeros(5)}, tmp_path / f"part{number}.safetensors")
-    assert mfload.verify(tmp_path, checksums="write").ok
-    mfload.save({"w1": np.ones(5)}, tmp_path / "part1.safetensors", overwrite=True)
-    assert mfload.verify(tmp_path).ok
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_manifest_of_several_files_goes_with_one(
+    number: int, listed: bool, tmp_path: Path
+) -> None:
+    files = [tmp_path / f"part{n}.safetensors" for n in (1, 2)]
+    for n, file in enumerate(files, 1):
+        mfload.save({f"w{n}": np.zeros(5)}, file)
+    whole = files if listed else tmp_path
+    assert mfload.verify(whole, checksums="write").ok
+    mfload.save({"x": np.zeros(5)}, tmp_path / "x/part3.safetensors")
+    assert mfload.verify(whole, checksums="check").ok
+    mfload.save({f"w{number}": np.ones(5)}, files[number - 1], overwrite=True)
+    found = mfload.verify(whole)
+    assert found.ok, found
+    assert found.manifest is None
 
 
 @pytest.mark.parametrize("before", ["nothing", "a file"])
