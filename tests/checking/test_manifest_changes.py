@@ -427,6 +427,22 @@ def test_sums_of_data_that_was_replaced_are_not_written(
     assert not _hidden(tmp_path)
 
 
+def test_a_manifest_that_another_writer_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    mfload.save(OLD, path, checksums=True)
+    real = manifest_files.is_manifest
+
+    def late(name: str) -> bool:
+        Path(name).unlink(missing_ok=True)
+        return real(name)
+
+    monkeypatch.setattr(manifest_files, "is_manifest", late)
+    assert mfload.verify(path, checksums="write", overwrite=True).ok
+    assert mfload.verify(path, checksums="check").ok
+
+
 def test_a_replaced_checkpoint_is_not_called_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
