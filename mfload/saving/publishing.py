@@ -160,17 +160,17 @@ class SaveTarget:
                         # First: what it says is of none of the drafts that are made now.
                         _remove([journal.name(paths[0])])
                     self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
-                    for path, name, made in zip(paths, names, layouts, strict=True):
-                        given = path, made.size, place.at(name), self.like
-                        try:
+                    try:
+                        for path, name, made in zip(paths, names, layouts, strict=True):
+                            given = path, made.size, place.at(name), self.like
                             drafts.append(Draft(*given, lasting=key is not None))
-                        except BaseException:
-                            for each in drafts:
-                                each.lasting = False
-                            raise
-                        drafts[-1].changed = changed
-                    if drafts[0].named and _swaps(old, names):
-                        self._check_links(drafts[0])
+                            drafts[-1].changed = changed
+                        if drafts[0].named and _swaps(old, names):
+                            self._check_links(drafts[0])
+                    except BaseException:
+                        for each in drafts:
+                            each.lasting = False
+                        raise
                 yield drafts
             finally:
                 for draft in drafts:
@@ -386,7 +386,7 @@ class _Change:
             draft.write(0, [raw])
             draft.sync()
             files.fsync(self.directory)
-            # Until the disk denies it: Ctrl-C may come right after the rename.
+            # Ctrl-C may come right after the rename: in place unless the disk says that it is not.
             self.committed = True
             yield draft
         except BaseException:
