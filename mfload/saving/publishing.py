@@ -425,6 +425,9 @@ def _remove_left(paths: Iterable[str]) -> None:
     """Removes those of these files that no living writer has locked."""
     for path in paths:
         with contextlib.suppress(OSError):
+            if os.path.islink(path):  # No writer's.
+                os.unlink(path)
+                continue
             # The open of a FIFO would wait for a writer.
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             try:
