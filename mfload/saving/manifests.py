@@ -127,7 +127,9 @@ def _is_of(directory: str, manifest: str, names: Collection[str], index: str | N
     path = os.path.join(directory, manifest)
     try:
         source = sources.find(path)
-        table = strict_json.loads(source.read(0, min(source.size, MAX_SIZE)), path, "manifest")
+        if source.size > MAX_SIZE:
+            return False
+        table = strict_json.loads(source.read(0, source.size), path, "manifest")
         files = {*table.get("files", ()), *table.get("identity", ())}
     except (errors.MfloadError, AttributeError, TypeError):
         return False  # Nothing tells.
