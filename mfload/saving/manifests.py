@@ -16,6 +16,7 @@ numbers too.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -35,6 +36,8 @@ MAX_SIZE = 256 << 20
 
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<total>[0-9]+)(?P<end>\.[^.]+)?", re.DOTALL)
 _WHOLE = "checkpoint"
+# What is said of a name that nothing has, or can have: earlier versions cut no long ones.
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def named(name: str) -> str:
@@ -127,9 +130,9 @@ def is_there(path: str) -> bool:
     """Whether something has the name of a manifest; raises SourceError if that can't be told."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except OSError as error:
+        if error.errno in _NOTHING:
+            return False
         raise errors.from_os(error, path, "look at the manifest") from error
     return True
 
@@ -137,9 +140,9 @@ def is_there(path: str) -> bool:
 def _is_file(path: str) -> bool:
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except OSError as error:
+        if error.errno in _NOTHING:
+            return False
         raise errors.from_target(error, path, "look at the manifest") from error
 
 
