@@ -110,7 +110,8 @@ def replaced(
     try:
         try:
             for path, hidden in away.items():
-                os.rename(path, hidden)
+                with contextlib.suppress(FileNotFoundError):  # It has gone by itself.
+                    os.rename(path, hidden)
             if away:
                 fsync(directory)
         except OSError as error:
