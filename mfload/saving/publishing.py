@@ -430,6 +430,9 @@ def _remove_left(paths: Iterable[str]) -> None:
     """Removes those of these files that no living writer has locked."""
     for path in paths:
         with contextlib.suppress(OSError):
+            if os.path.islink(path):  # No writer's.
+                os.unlink(path)
+                continue
             # The open of a FIFO would wait for a writer.
             fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
             try:
@@ -442,15 +445,16 @@ def _remove_left(paths: Iterable[str]) -> None:
 
 def _make_directory(path: str) -> None:
     """Makes a directory and those above it, on disk, if they do not exist."""
-    if os.path.lexists(path):
-        return
-    parent = os.path.dirname(path)
-    _make_directory(parent)
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        with files.open_directory(parent) as fd:
-            files.fsync(fd)
-    except OSError as error:
-        told = errors.from_target(error, path, "make the directory")
-        raise told from (None if told is error else error)
+    missing: list[str] = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+            with files.open_directory(os.path.dirname(path)) as fd:
+                files.fsync(fd)
+        except OSError as error:
+            told = errors.from_target(error, path, "make the directory")
+            raise told from (None if told is error else error)

@@ -429,6 +429,47 @@ def test_what_the_disk_gives_back_is_what_is_damaged(
     samples.assert_same(mfload.load(path, "numpy"), OLD)
 
 
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [
+        (errors.ReadError, errors.WriteError),
+        (errors.LoadTimeoutError, errors.LoadTimeoutError),
+        (errors.MemoryLimitError, errors.MemoryLimitError),
+    ],
+)
+def test_what_fails_while_it_is_read_back_names_the_target(
+    kind: type[errors.MfloadError],
+    seen: type[errors.MfloadError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scan(files: Any, *_: Any) -> None:
+        raise kind("no", file=files[0].name)
+
+    monkeypatch.setattr(sealing, "scan", scan)
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(seen) as caught:
+        mfload.save(OLD, path, checksums=True)
+    assert caught.value.file == os.fspath(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_old_manifest_that_goes_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "model.safetensors", os.rename
+    mfload.save(OLD, path, checksums=True)
+
+    def rename(old: str, new: str) -> None:
+        if old.endswith(".checksums.json"):
+            os.unlink(old)
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    mfload.save(NEW, path, overwrite=True, checksums=True)
+    assert mfload.verify(path, checksums="check").ok
+
+
 def test_sums_of_data_that_was_replaced_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
