@@ -21,6 +21,7 @@ and says so if that had names of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -274,6 +275,8 @@ class SaveTarget:
             told = errors.from_target(error, self.path, "put the files in their place")
             if change.committed:
                 told.message += "; the new checkpoint is whole, and loads by its index"
+            elif told.errno == errno.EBUSY:
+                told.message += "; a file that is mounted can't be replaced, mount its directory"
             raise told from (None if told is error else error)
         raise errors.TargetError(
             "cannot replace a sharded checkpoint with an empty one; remove it first",
@@ -426,7 +429,11 @@ def _remove_left(paths: Iterable[str]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             # The open of a FIFO would wait for a writer.
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            flags = getattr(os, "O_NONBLOCK", 0)
+            try:  # NFS and SMB lock only what is open for writing.
+                fd = os.open(path, os.O_RDWR | flags)
+            except PermissionError:
+                fd = os.open(path, os.O_RDONLY | flags)
             try:
                 if files.lock(fd):
                     os.unlink(path)
