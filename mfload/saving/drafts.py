@@ -294,8 +294,22 @@ class Draft:
         if not self.named:
             self.link(self.hidden)
             self.named = True
-        os.replace(self.hidden, path)
+        try:
+            os.replace(self.hidden, path)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self._replace_closed(path)
         self.named = False
+
+    def _replace_closed(self, path: str) -> None:
+        """Renames it once it is closed: mounts of object stores may refuse that of an open file."""
+        self._close()
+        try:
+            os.replace(self.hidden, path)
+        except OSError:
+            os.unlink(self.hidden)  # `discard` leaves alone what is closed.
+            raise
 
     def is_at(self, path: str) -> bool:
         """Whether it is what has that name."""

@@ -172,6 +172,45 @@ def test_without_links_however_that_is_said(code: int, limit: int | None, target
     assert scenarios.hidden(target.parent) == []
 
 
+@contextmanager
+def no_rename_of_open_files() -> Generator[None]:
+    """A mount of an object store: no links, and a rename only of what is closed."""
+    real = os.replace
+
+    def replace(old: str, new: str) -> None:
+        opened = [os.path.join("/proc/self/fd", fd) for fd in os.listdir("/proc/self/fd")]
+        if any(os.path.exists(fd) and os.path.samefile(fd, old) for fd in opened):
+            refused(errno.EOPNOTSUPP)()
+        real(old, new)
+
+    with faults.no_links(errno.ENOSYS), mock.patch.object(os, "replace", replace):
+        yield
+
+
+@pytest.mark.parametrize("limit", [None, 6000])
+def test_an_open_file_that_can_t_be_renamed(limit: int | None, target: Path) -> None:
+    with no_rename_of_open_files():
+        mfload.save(OLD, target, max_shard_size=limit, checksums=True)
+        if limit is None:
+            mfload.save(NEW, target, checksums=True, overwrite=True)
+    assert mfload.verify(target.parent).ok
+    assert scenarios.found(target.parent, {"old": OLD, "new": NEW}) == ("old" if limit else "new")
+    assert scenarios.hidden(target.parent) == []
+
+
+def test_no_renames_at_all(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mfload.save(OLD, target, checksums=True)
+    monkeypatch.setattr(os, "replace", refused(errno.ENOSYS))
+    with faults.no_links(errno.ENOSYS):
+        for path in (target, target.with_name("other.safetensors")):
+            with pytest.raises(errors.TargetError, match="could not put the files in their place"):
+                mfload.save(NEW, path, overwrite=True, checksums=True)
+    monkeypatch.undo()
+    assert mfload.verify(target).ok
+    assert scenarios.found(target, {"old": OLD}) == "old"
+    assert scenarios.hidden(target.parent) == []
+
+
 @pytest.mark.parametrize("call", ["fchmod", "fchown", "setxattr"])
 @pytest.mark.parametrize("code", [errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL])
 def test_what_can_t_be_changed_is_left(
