@@ -109,7 +109,9 @@ def _took_lock(path: str, target: str) -> FileIO | None:
         except OSError as error:
             if left and os.path.lexists(path) == new:  # It came, or went, meanwhile.
                 continue
-            action = f"lock the target with {os.path.basename(path)}"
+            action = "make files in the target's directory"
+            if not new:
+                action = f"lock the target with {os.path.basename(path)}"
             raise errors.from_target(error, target, action) from error
         free = files.lock(file.fileno())
         there = is_at(file, path) or not left

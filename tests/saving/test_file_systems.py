@@ -9,6 +9,7 @@ import stat
 import sys
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -254,6 +255,28 @@ def test_a_file_that_is_a_mount(target: Path, monkeypatch: pytest.MonkeyPatch) -
     assert mfload.verify(target).ok
     assert scenarios.found(target, {"old": OLD}) == "old"
     assert scenarios.hidden(target.parent) == []
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EACCES, errno.EDQUOT])
+@pytest.mark.parametrize("background", [False, True])
+def test_a_directory_that_can_t_be_written(
+    background: bool, code: int, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is of the directory, not of a lock, which was never there."""
+    real = os.open
+
+    def call(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_CREAT and target.parent == Path(path).parent:
+            raise OSError(code, os.strerror(code))
+        return real(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", call)
+    save: Callable[[], object] = partial(mfload.save, NEW, target)
+    if background:
+        save = mfload.save(NEW, target, background=True).result
+    with pytest.raises(errors.TargetError, match="could not make files in the target's directory"):
+        save()
+    assert os.listdir(target.parent) == []
 
 
 def test_a_label_of_selinux_stays(target: Path) -> None:
