@@ -338,7 +338,7 @@ class Draft:
 
     def _failed(self, error: OSError, action: str) -> errors.TargetError:
         found = f"{errors.amount(self._written)} written"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno == errno.ENOSPC:  # A quota leaves less than that.
             with contextlib.suppress(OSError, AttributeError):
                 disk = os.statvfs(os.path.dirname(self.hidden))
                 found += f", {errors.amount(disk.f_bavail * disk.f_frsize)} free"
