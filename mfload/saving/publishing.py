@@ -197,7 +197,13 @@ class SaveTarget:
                 files.fsync(directory)
             except OSError as error:
                 raise errors.from_target(error, place.directory, "remove files") from error
-        _remove_left(sorted({place.at(name) for name in left} - ours))
+        hidden = sorted({*map(place.at, left)} - {*map(place.at, shards)} - ours)
+        _remove_left(hidden)
+        if stay := [os.path.basename(path) for path in hidden if os.path.lexists(path)]:
+            self._notes.append(
+                "a save that did not finish left files, which can't be removed; if no process is "
+                f"writing them any more, remove them: {_shown(stay)}"
+            )
 
     def _check_links(self, draft: Draft) -> None:
         """Refuses to replace shards on a file system without hard links, before bytes come."""

@@ -105,6 +105,19 @@ def test_a_killed_draft_goes_where_only_writers_lock(target: Path) -> None:
     assert os.listdir(target.parent) == [target.name]
 
 
+def test_a_killed_draft_that_stays_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without locks it can't be told from that of a save which is at work."""
+    monkeypatch.setattr(drafts, "fcntl", None)
+    place = SaveTarget(target).place
+    left = Path(place.at(f"{place.hidden}0123456789abcdef-00001"))
+    left.write_bytes(b"half")
+    for limit in (None, 6000):
+        saved = mfload.save(NEW, target, overwrite=True, max_shard_size=limit)
+        assert [left.name in note for note in saved.notes if "did not finish" in note] == [True]
+    left.unlink()
+    assert "did not finish" not in str(mfload.save(NEW, target, overwrite=True))
+
+
 @pytest.mark.parametrize("limit", [None, 1 << 20])
 def test_locks_that_keep_other_descriptors_out(limit: int | None, target: Path) -> None:
     arrays = {name: np.full(3 << 20, 7, np.uint8) for name in ("a", "b")}
