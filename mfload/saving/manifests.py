@@ -21,7 +21,7 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from mfload import errors, sources
 from mfload.formats import discovery, strict_json
@@ -37,6 +37,8 @@ MAX_SIZE = 256 << 20
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<total>[0-9]+)(?P<end>\.[^.]+)?", re.DOTALL)
 _LIST = re.compile(r".+\+[0-9]+-[0-9a-f]{12}" + re.escape(SUFFIX), re.DOTALL)
 _WHOLE = "checkpoint"
+# What is said of a name that nothing has, or can have: earlier versions cut no long ones.
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def named(name: str) -> str:
@@ -134,27 +136,21 @@ def _listed(directory: str) -> list[str]:
 def is_there(path: str) -> bool:
     """Whether something has the name of a manifest; raises SourceError if that can't be told."""
     try:
-        return _status(os.lstat, path) is not None
+        os.lstat(path)
     except OSError as error:
+        if error.errno in _NOTHING:
+            return False
         raise errors.from_os(error, path, "look at the manifest") from error
+    return True
 
 
 def _is_file(path: str) -> bool:
     try:
-        found = _status(os.stat, path)
+        return stat.S_ISREG(os.stat(path).st_mode)
     except OSError as error:
+        if error.errno in _NOTHING:
+            return False
         raise errors.from_target(error, path, "look at the manifest") from error
-    return found is not None and stat.S_ISREG(found.st_mode)
-
-
-def _status(look: Callable[[str], os.stat_result], path: str) -> os.stat_result | None:
-    try:
-        return look(path)
-    except OSError as error:
-        # An old name may be longer than any file's.
-        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG):
-            raise
-    return None
 
 
 def _is_of(directory: str, manifest: str, names: Collection[str], index: str | None) -> bool:
@@ -162,7 +158,9 @@ def _is_of(directory: str, manifest: str, names: Collection[str], index: str | N
     path = os.path.join(directory, manifest)
     try:
         source = sources.find(path)
-        table = strict_json.loads(source.read(0, min(source.size, MAX_SIZE)), path, "manifest")
+        if source.size > MAX_SIZE:
+            return False
+        table = strict_json.loads(source.read(0, source.size), path, "manifest")
         files = {*table.get("files", ()), *table.get("identity", ())}
     except (errors.MfloadError, AttributeError, TypeError):
         return False  # Nothing tells.

@@ -236,3 +236,12 @@ def test_a_file_that_may_not_be_written_is_gone_on_with(
     assert scenarios.hidden(tmp_path) == []
     assert stat.S_IMODE(target.stat().st_mode) == 0o400
     assert scenarios.found(target, {"old": OLD}) == "old"
+
+
+def test_one_private_file_keeps_all_private(tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    mfload.save(OLD, target, max_shard_size=9000)
+    sorted(tmp_path.glob("model-*"))[-1].chmod(0o600)
+    mfload.save(NEW, target, max_shard_size=9000, overwrite=True)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    assert scenarios.found(tmp_path, {"new": NEW}) == "new"
