@@ -250,6 +250,24 @@ def test_a_directory_that_can_t_be_synced(
     assert mfload.verify(target.parent).ok
 
 
+@pytest.mark.parametrize("there", [False, True])
+def test_a_directory_whose_sync_fails(
+    there: bool, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on WSL's mounts of shares. The error says what lies there now."""
+    if there:
+        mfload.save(OLD, target)
+    real = os.fsync
+    monkeypatch.setattr(
+        os,
+        "fsync",
+        lambda fd: refused(errno.EIO)() if stat.S_ISDIR(os.fstat(fd).st_mode) else real(fd),
+    )
+    with pytest.raises(errors.WriteError, match="the new file is there, whole"):
+        mfload.save(NEW, target, overwrite=True)
+    assert scenarios.found(target, {"old": OLD, "new": NEW}) == "new"
+
+
 @pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENODEV, errno.ENOSYS, 524])
 def test_no_room_can_be_made(code: int, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drafts, "_fallocate", lambda fd, nbytes: code)
