@@ -8,7 +8,7 @@ import os
 import stat
 import sys
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,16 @@ def locks_that_bind() -> Generator[None]:
             else:
                 held[key(fd)] = fd
 
+    def locked_by(fd: int) -> int:
+        holder = held.get(key(fd), fd)
+        with suppress(OSError):
+            if key(holder) == key(fd):
+                return holder
+        return fd  # It was closed.
+
     def guarded(call: Callable[..., Any]) -> Callable[..., Any]:
         def inner(fd: int, *args: Any) -> Any:
-            if held.get(key(fd), fd) != fd:
+            if locked_by(fd) != fd:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return call(fd, *args)
 
