@@ -29,14 +29,20 @@ class Attributes(NamedTuple):
 
     @staticmethod
     def of(paths: Iterable[str]) -> Attributes | None:
-        """Those of the first regular file among these paths; None if there is none."""
+        """Those of the first regular file among these paths; None if there is none.
+
+        Of the permissions, those that all of them give: what was private stays so.
+        """
+        made: Attributes | None = None
         for path in paths:
             with contextlib.suppress(OSError):
                 found = os.stat(path)  # Of a link into a cache, the blob's.
-                if stat.S_ISREG(found.st_mode):
-                    mode = stat.S_IMODE(found.st_mode) & 0o777
-                    return Attributes(mode, found.st_uid, found.st_gid, _extended(path))
-        return None
+                mode = stat.S_IMODE(found.st_mode) & 0o777
+                if made is not None and stat.S_ISREG(found.st_mode):
+                    made = made._replace(mode=made.mode & mode)
+                elif stat.S_ISREG(found.st_mode):
+                    made = Attributes(mode, found.st_uid, found.st_gid, _extended(path))
+        return made
 
     def give(self, fd: int) -> None:
         """Gives them to an open file, of which only the owner could do anything so far.

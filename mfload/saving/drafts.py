@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import stat
 import sys
 import threading
 import traceback
@@ -147,7 +148,10 @@ class Draft:
                 os.unlink(self.hidden)
         except FileNotFoundError:
             pass
-        except PermissionError:  # It had got those of a file that may not be written.
+        except OSError as error:
+            # It had got the permissions of a file that may not be written; or is a symbolic link.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP):
+                raise
             os.unlink(self.hidden)
         closed(self._file)
 
@@ -351,8 +355,14 @@ class Draft:
 
 
 def can_go_on(found: os.stat_result, size: int) -> bool:
-    """Whether a lasting draft is whole enough for a writer that goes on."""
-    return found.st_nlink == 1 and found.st_size == size
+    """Whether a lasting draft is whole enough for a writer that goes on, and its own."""
+    return is_ours(found) and found.st_nlink == 1 and found.st_size == size
+
+
+def is_ours(found: os.stat_result) -> bool:
+    """Whether it is a regular file of this user; another's may hold anything, and still change."""
+    user = os.geteuid() if hasattr(os, "geteuid") else found.st_uid
+    return stat.S_ISREG(found.st_mode) and found.st_uid == user
 
 
 class _DraftSource(LocalFile):

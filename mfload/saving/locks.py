@@ -20,6 +20,7 @@ from mfload.saving.descriptors import closed, is_at, number, opened
 from mfload.saving.targets import Location
 
 _TICK = 0.01  # Seconds between two tries for a lock.
+_PATIENCE = 600.0  # Seconds for names to be changed by others that save into a directory.
 _TRIES = 100  # On some file systems a name and a descriptor tell of different files.
 
 _holders: set[tuple[object, ...]] = set()
@@ -51,8 +52,13 @@ def locked(path: str) -> Generator[int]:
     """Keeps other saves out of a directory, and gives a descriptor of it to sync."""
     with files.open_directory(path) as fd, _held(path):
         try:
+            end = time.monotonic() + _PATIENCE
             # In ticks, so that Ctrl-C gets through.
             while files.lock(fd) is False:
+                if time.monotonic() > end:
+                    what = "another process keeps the directory locked"
+                    within = f"the end of a save into it within {_PATIENCE:g} s"
+                    raise errors.TargetError(what, file=path, expected=within)
                 time.sleep(_TICK)
             yield fd
         finally:
@@ -104,8 +110,12 @@ def _took_lock(path: str, target: str) -> FileIO | None:
         try:
             try:
                 file = opened(path, os.O_RDWR | flags, 0o666)
-            except PermissionError:  # One that another user left.
-                file = opened(path, os.O_RDONLY | flags, 0o666)
+            except PermissionError as error:  # One that another user left.
+                try:
+                    # In sticky directories Linux refuses O_CREAT for what is another's.
+                    file = opened(path, os.O_RDONLY | flags & ~os.O_CREAT)
+                except FileNotFoundError:
+                    raise error from None
         except OSError as error:
             if left and os.path.lexists(path) == new:  # It came, or went, meanwhile.
                 continue

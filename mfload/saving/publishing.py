@@ -78,7 +78,7 @@ class SaveTarget:
 
         Without the directory's lock, what is there may change meanwhile.
         """
-        place, old = self.place, targets.look(self.place)
+        place, old = self.place, targets.look(self.place, names)
         if old.found and not self.overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
             if not old.sharded and place.name not in old.found:
@@ -161,17 +161,17 @@ class SaveTarget:
                         # First: what it says is of none of the drafts that are made now.
                         _remove([journal.name(paths[0])])
                     self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
-                    for path, name, made in zip(paths, names, layouts, strict=True):
-                        given = path, made.size, place.at(name), self.like
-                        try:
+                    try:
+                        for path, name, made in zip(paths, names, layouts, strict=True):
+                            given = path, made.size, place.at(name), self.like
                             drafts.append(Draft(*given, lasting=key is not None))
-                        except BaseException:
-                            for each in drafts:
-                                each.lasting = False
-                            raise
-                        drafts[-1].changed = changed
-                    if drafts[0].named and _swaps(old, names):
-                        self._check_links(drafts[0])
+                            drafts[-1].changed = changed
+                        if drafts[0].named and _swaps(old, names):
+                            self._check_links(drafts[0])
+                    except BaseException:
+                        for each in drafts:
+                            each.lasting = False
+                        raise
                 yield drafts
             finally:
                 for draft in drafts:
@@ -397,7 +397,7 @@ class _Change:
             draft.write(0, [raw])
             draft.sync()
             files.fsync(self.directory)
-            # Until the disk denies it: Ctrl-C may come right after the rename.
+            # Ctrl-C may come right after the rename: in place unless the disk says that it is not.
             self.committed = True
             yield draft
         except BaseException:
@@ -441,6 +441,9 @@ def _remove_left(paths: Iterable[str]) -> None:
     """Removes those of these files that no living writer has locked."""
     for path in paths:
         with contextlib.suppress(OSError):
+            if os.path.islink(path):  # No writer's.
+                os.unlink(path)
+                continue
             # The open of a FIFO would wait for a writer.
             flags = getattr(os, "O_NONBLOCK", 0)
             try:  # NFS and SMB lock only what is open for writing.
@@ -457,15 +460,16 @@ def _remove_left(paths: Iterable[str]) -> None:
 
 def _make_directory(path: str) -> None:
     """Makes a directory and those above it, on disk, if they do not exist."""
-    if os.path.lexists(path):
-        return
-    parent = os.path.dirname(path)
-    _make_directory(parent)
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        with files.open_directory(parent) as fd:
-            files.fsync(fd)
-    except OSError as error:
-        told = errors.from_target(error, path, "make the directory")
-        raise told from (None if told is error else error)
+    missing: list[str] = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+            with files.open_directory(os.path.dirname(path)) as fd:
+                files.fsync(fd)
+        except OSError as error:
+            told = errors.from_target(error, path, "make the directory")
+            raise told from (None if told is error else error)
