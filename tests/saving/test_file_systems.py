@@ -156,27 +156,6 @@ def test_a_lock_whose_file_is_gone(target: Path, monkeypatch: pytest.MonkeyPatch
             real(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def test_a_lock_of_another_user_in_a_sticky_directory(
-    target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Linux, with fs.protected_regular: O_CREAT is refused of a file that is there."""
-    path, real = locks.lock_of(SaveTarget(target).place), os.open
-
-    def call(name: Any, flags: int, *args: Any, **options: Any) -> int:
-        if name == path and os.path.exists(path) and flags & os.O_ACCMODE | flags & os.O_CREAT:
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return real(name, flags, *args, **options)
-
-    monkeypatch.setattr(os, "open", call)
-    Path(path).touch()
-    mfload.save(NEW, target)
-    assert scenarios.found(target, {"new": NEW}) == "new"
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(errors.TargetError, match="another process is writing"):
-            mfload.save(OLD, target, overwrite=True)
-
-
 @pytest.mark.parametrize(
     "code",
     [errno.EPERM, errno.EIO, errno.ENOSYS, errno.EXDEV, errno.ENOTSUP, errno.EACCES, 524],
