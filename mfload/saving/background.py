@@ -113,7 +113,11 @@ class Work:
             raise errors.TargetError("this thread is already saving there", file=path)
         left = None if deadline.seconds is None else max(0.0, deadline.left())
         if not self.future.wait(left):
-            raise deadline.error("waiting for the save in the background", path)
+            raise errors.TargetError(
+                "a save in the background of this process is writing the target",
+                file=path,
+                expected=f"its end within {deadline.seconds} s",
+            )
 
     def start(self, begin: Callable[..., Callable[[], Saved]]) -> PendingSave:
         """Calls `begin`, which has the arrays kept in a snapshot; a thread does the rest."""
@@ -165,8 +169,8 @@ def take_turn(path: str | os.PathLike[str], timeout: float | None) -> None:
     """Waits for a save that is pending at a path, for one that is not in the background.
 
     Raises:
-        LoadTimeoutError: It was not over in time.
-        MfloadError: What an earlier save in the background failed with, unless that is known.
+        TargetError: It was not over in time.
+        MfloadError: The error of an earlier save in the background that was not retrieved.
     """
     if other := _pending.get(targets.resolve(path).path):
         other.wait(Deadline(timeout))

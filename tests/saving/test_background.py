@@ -294,7 +294,7 @@ class TestTurns:
         first = mfload.save({"a": np.ones(3)}, path, background=True, progress=gate)
         assert gate.reached.wait(SECONDS)
         save: Any = partial(mfload.save, {"a": np.zeros(3)}, tmp_path, background=again)
-        with pytest.raises(errors.LoadTimeoutError, match="background"):
+        with pytest.raises(errors.TargetError, match="background"):
             save(timeout=0.05, overwrite=True)
         threading.Timer(0.2, gate.opened.set).start()
         with pytest.raises(errors.TargetExistsError):
