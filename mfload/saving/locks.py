@@ -1,6 +1,7 @@
-"""Locks of saves: on a target as long as it is written, on a directory while names change.
+"""Locks of saves: on a target while it is written, on a directory while names in it change.
 
-The kernel drops the lock of a process that dies. Some file systems have no such locks.
+They are `flock`s, which the kernel releases when a process dies. On a file system without `flock`
+nothing is locked.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from mfload.saving.descriptors import closed, is_at, number, opened
 from mfload.saving.targets import Location
 
 _TICK = 0.01  # Seconds between two tries for a lock.
-_TRIES = 100  # On some file systems a name and a descriptor tell of different files.
+_TRIES = 100  # On some file systems stat and fstat of one file always differ.
 
 _holders: set[tuple[object, ...]] = set()
-"""The locks that are held: process, thread and what is locked; a fork copies it."""
+"""Locks that are held: process (a fork copies the set), thread, and what is locked."""
 
 
 @contextmanager
 def _held(directory: str, name: str = "") -> Generator[None]:
-    """Refuses a second lock of one thread, as of a signal handler: it would wait for itself."""
+    """Refuses a second lock by one thread, in a signal handler: it would wait for itself."""
     try:
         # Not by its path: a directory may have several, through mounts or after a rename.
         found = os.stat(directory)
@@ -48,7 +49,7 @@ def _held(directory: str, name: str = "") -> Generator[None]:
 
 @contextmanager
 def locked(path: str) -> Generator[int]:
-    """Keeps other saves out of a directory, and gives a descriptor of it to sync."""
+    """Locks a directory against other saves; yields its descriptor, to sync it."""
     with files.open_directory(path) as fd, _held(path):
         try:
             # In ticks, so that Ctrl-C gets through.
@@ -60,13 +61,16 @@ def locked(path: str) -> Generator[int]:
 
 
 def lock_of(place: Location) -> str:
-    """The file that the writer of a target locks; a dead writer's has no lock, only the name."""
+    """The path of the file that the writer of a target locks. It alone is no sign of a writer."""
     return place.at(place.hidden + "lock")
 
 
 @contextmanager
 def only_writer(place: Location, deadline: Deadline | None) -> Generator[None]:
-    """Keeps other writers from a target; waits for the one there is until the deadline."""
+    """Locks a target; waits until the deadline for another writer to finish.
+
+    Raises TargetError if it does not, or at once without a deadline.
+    """
     path = lock_of(place)
     with _held(place.directory, place.name):
         while (held := _took_lock(path, place.path)) is None:
@@ -83,7 +87,7 @@ def only_writer(place: Location, deadline: Deadline | None) -> Generator[None]:
             yield
         finally:
             try:
-                # A forked child has it closed, and removes nothing.
+                # Not in a forked child, which has closed its copy.
                 if is_at(held, path):
                     _remove(path)
             finally:
@@ -92,16 +96,16 @@ def only_writer(place: Location, deadline: Deadline | None) -> Generator[None]:
 
 
 def _took_lock(path: str, target: str) -> FileIO | None:
-    """The file of that name, locked; None if another has it locked.
+    """The file of that name, created if missing, and locked; None if another writer holds the lock.
 
-    On a file system that has no locks the file goes at once.
+    On a file system without locks it is removed again, and returned unlocked.
     """
     flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     for left in reversed(range(_TRIES)):
         try:
             try:
                 file = opened(path, os.O_RDWR | flags, 0o666)
-            except PermissionError:  # One that another user left.
+            except PermissionError:  # Another user created it.
                 file = opened(path, os.O_RDONLY | flags, 0o666)
         except OSError as error:
             action = f"lock the target with {os.path.basename(path)}"
@@ -109,7 +113,7 @@ def _took_lock(path: str, target: str) -> FileIO | None:
         free = files.lock(file.fileno())
         if free and (is_at(file, path) or not left):
             return file
-        closed(file)  # If it was free, its last owner has just removed it.
+        closed(file)  # If the lock was free, its last owner has just removed the file.
         if free is None:
             _remove(path)
             return file
@@ -119,5 +123,5 @@ def _took_lock(path: str, target: str) -> FileIO | None:
 
 
 def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):  # What stays has no lock.
+    with contextlib.suppress(OSError):  # A file that stays is not locked, and harmless.
         os.unlink(path)
