@@ -1,4 +1,4 @@
-"""Attributes that a file takes over from the one it replaces: owner, permissions, extended."""
+"""What a file takes over from the one it replaces: owner, permissions, extended attributes."""
 
 from __future__ import annotations
 

@@ -58,14 +58,14 @@ class Draft:
     """A file of known size, made room for at once.
 
     `hidden` is its path if it must have a name before it is published, in the final directory;
-    `shown` is the final path, for errors. `like` is what it takes over from the file that it
-    replaces. Default: owner and permissions of any new file.
+    `shown` is the final path, for errors. `like` has the attributes of the file that it replaces.
+    Default: those of any new file.
 
     Attributes:
         lasting: Whether it has its hidden name from the start and keeps it, unless it is published,
             for a writer that goes on.
         resumed: Whether it was there already.
-        changed: The time of change that the file gets, in nanoseconds. Default: that of its last
+        changed: Modification time that the file gets, in nanoseconds. Default: that of its last
             write.
     """
 
@@ -115,7 +115,7 @@ class Draft:
 
     def _create(self) -> None:
         flags = os.O_RDWR | getattr(os, "O_BINARY", 0)
-        # What was private is never open to others, not even for a moment.
+        # 0600 until it gets the old file's permissions: a private file must not be readable before.
         wanted = 0o666 if self._like is None else 0o600
         if self.lasting:
             self._reopen(flags)
@@ -133,7 +133,7 @@ class Draft:
             self._file = opened(self.hidden, flags | os.O_CREAT | os.O_EXCL, wanted)
             self.named = True
         if lock(self._fd) is False and self.lasting:
-            closed(self._file)  # It is the other's.
+            closed(self._file)  # The other process goes on with it.
             raise errors.TargetError("another process is writing the file", file=self.shown)
 
     def _reopen(self, flags: int) -> None:
@@ -147,7 +147,7 @@ class Draft:
                 os.unlink(self.hidden)
         except FileNotFoundError:
             pass
-        except PermissionError:  # It had got those of a file that may not be written.
+        except PermissionError:  # It already had the permissions of a file that is read-only.
             os.unlink(self.hidden)
         closed(self._file)
 
@@ -161,7 +161,7 @@ class Draft:
         return self.hidden if self.named else f"/proc/self/fd/{self._fd}"
 
     def source(self) -> LocalFile:
-        """What was written, to be read back from the disk as far as the system can."""
+        """The draft as a source. Its pages are dropped from the cache, if the system allows it."""
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -253,7 +253,7 @@ class Draft:
             )
         self._slots.clear()
         if self.changed is not None:
-            with contextlib.suppress(OSError):  # Of another owner, to an earlier writer.
+            with contextlib.suppress(OSError):  # A resumed draft may have another owner.
                 os.utime(self.path, ns=(self.changed, self.changed))
         try:
             if self._like is not None:
@@ -294,13 +294,13 @@ class Draft:
         self.named = False
 
     def is_at(self, path: str) -> bool:
-        """Whether it is what has that name."""
+        """Whether a path names this file."""
         return is_at(self._file, path)
 
     def discard(self) -> None:
         """Lets go of it; unless it was published, the file is gone. Twice does nothing."""
         try:
-            # By what the disk says, too: an interrupt may have come before `named` was set.
+            # Also look at the disk: an interrupt may have come before `named` was set.
             named = self._fd >= 0 and (self.named or self.is_at(self.hidden))
             if named and not self.lasting:
                 with contextlib.suppress(OSError):
@@ -336,7 +336,7 @@ def can_go_on(found: os.stat_result, size: int) -> bool:
 
 
 class _DraftSource(LocalFile):
-    """A draft as a source: what is open of it is closed with the last reference (see `opened`)."""
+    """A draft as a source, whose open files are closed with the last reference (see `opened`)."""
 
     def open(self, flags: int = 0) -> OpenFile:
         return _OpenDraft(self, flags)
@@ -405,7 +405,7 @@ def open_directory(path: str) -> Generator[int]:
     close = map(os.close, held)
     try:
         try:
-            # In one call, both: see `opened`, which takes no directories.
+            # One call opens and stores it, for the reason in `opened`, which takes no directories.
             held.extend(map(os.open, (path,) if hasattr(os, "O_DIRECTORY") else (), (_DIRECTORY,)))
         except OSError as error:
             raise errors.from_target(error, path, "open the directory") from error
