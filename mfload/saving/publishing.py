@@ -71,10 +71,13 @@ class SaveTarget:
         self._first: Draft | None = None
         self._committed = False
         self._notes: list[str] = []
-        self._look([self.place.name])
+        self._look([self.place.name], locked=False)
 
-    def _look(self, names: Sequence[str]) -> Existing:
-        """What is there; raises if it may not be replaced by files of these names."""
+    def _look(self, names: Sequence[str], *, locked: bool = True) -> Existing:
+        """What is there; raises if it may not be replaced by files of these names.
+
+        Without the directory's lock, what is there may change meanwhile.
+        """
         place, old = self.place, targets.look(self.place)
         if old.found and not self.overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
@@ -90,7 +93,7 @@ class SaveTarget:
                 "a manifest of an earlier checkpoint is there; overwrite=True removes it",
                 file=place.at(theirs[0]),
             )
-        if self.sealed and place.manifest not in theirs:
+        if self.sealed and locked and place.manifest not in theirs:
             at = place.at(place.manifest)
             manifest_files.check_target(at, overwrite=True)
             if os.path.lexists(at):
@@ -378,17 +381,19 @@ class _Change:
         hidden = place.at(f"{place.hidden}{secrets.token_hex(8)}{unfinished.INDEX_END}")
         draft = Draft(hidden, raw.size, path, self.target.like, lasting=True)
         draft.lasting, draft.changed = False, self.drafts[0].changed
+        before = self.committed
         try:
             draft.write(0, [raw])
             draft.sync()
             files.fsync(self.directory)
+            # Until the disk denies it: Ctrl-C may come right after the rename.
+            self.committed = True
             yield draft
+        except BaseException:
+            self.committed = before or draft.is_at(path)
+            raise
         finally:
-            try:
-                # Ctrl-C may have come right after the rename: the disk knows what is true.
-                self.committed = self.committed or draft.is_at(path)
-            finally:
-                draft.discard()
+            draft.discard()
 
 
 def _shown(names: Sequence[str]) -> str:
