@@ -284,11 +284,11 @@ def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
         with contextlib.suppress(errors.FormatError):  # A damaged manifest may be replaced.
             why = _misfit(Manifest.read(path), names, rivals, None)
             if why is not None:
-                what = "an earlier version gave the manifest of another checkpoint this name"
+                what = "an old manifest of another checkpoint has the name; rename that one"
                 raise errors.TargetExistsError(
                     what,
                     file=path,
-                    expected=f"it to be moved: that of {rivals[0]} is {manifests.named(rivals[0])}",
+                    expected=f"{manifests.named(rivals[0])}, for {rivals[0]}",
                     found=why,
                 )
 

@@ -245,7 +245,7 @@ def rewrite(
             with others.written(), others.published():
                 there, more = work.place.publish(drafts, work.layouts, sums)
     if isinstance(noting, Journal) and noting.left:
-        notes.append(f"{noting.path} could not be removed; the next save to the target does it")
+        notes.append(f"{noting.path} could not be removed; the next save to the target removes it")
     if others.names:
         notes.append(f"copied with it: {', '.join(others.names)}")
     notes += more

@@ -391,7 +391,7 @@ def _removed(paths: Sequence[str]) -> list[str]:
             os.unlink(path)
         except OSError as error:
             raise errors.from_target(error, path, "remove the old manifest") from error
-    return [f"removed: {path}, a manifest of what was there before" for path in paths]
+    return [f"removed {path}, the manifest with its earlier name" for path in paths]
 
 
 def _expected(
@@ -416,7 +416,7 @@ def _expected(
                 sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))
         others = known.files.keys() ^ {*names.values()}
         if part := single and manifests.part_of(known, names.values()):
-            seen.notes.append("the manifest is of more files, which were not looked at")
+            seen.notes.append("the manifest has other files, too, which were not checked")
             others = {*names.values()} - known.files.keys()
         if not of_tensors:
             what = "the file is in the manifest or in the checkpoint, and not in both"

@@ -203,7 +203,7 @@ def take_turn(path: str | os.PathLike[str], timeout: float | None) -> None:
 def _raise_untold() -> None:
     for each in list(_untold):
         if (error := each.exception()) is not None:  # This marks it as retrieved.
-            error.add_note(f"raised by an earlier save in the background, to {each.path}")
+            error.add_note(f"an earlier save in the background failed: that to {each.path}")
             raise error
 
 
@@ -220,7 +220,7 @@ def _after_fork() -> None:
     """Ends pending saves in a child, which has none of the parent's threads."""
     for path, each in _pending.items():
         each.future.__init__(path)
-        message = "the save is the parent process's, which goes on with it"
+        message = "the parent process goes on with the save; this one can't wait for it"
         each.future.set_exception(errors.ProcessError(message, found="a forked child"))
     _pending.clear()
     _untold.clear()

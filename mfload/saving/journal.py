@@ -88,7 +88,7 @@ class Journal:
         try:
             self._append(line.encode())
         except OSError as error:
-            raise errors.from_target(error, self.path, "note what was written") from error
+            raise errors.from_target(error, self.path, "write to the journal") from error
 
     def _append(self, line: bytes) -> None:
         """Writes a whole line, under a lock: lines of several threads must not be mixed."""

@@ -76,11 +76,13 @@ def only_writer(place: Location, deadline: Deadline | None) -> Generator[None]:
         while (held := _took_lock(path, place.path)) is None:
             left = 0.0 if deadline is None else deadline.left()
             if left <= 0:
-                within = "" if deadline is None else f" within {deadline.seconds} s"
+                wanted = "no other writer; a timeout= waits for it to finish"
+                if deadline is not None:
+                    wanted = f"its end within {deadline.seconds} s"
                 raise errors.TargetError(
                     "another process is writing the target, or another thread of this one",
                     file=place.path,
-                    expected=f"its end{within}",
+                    expected=wanted,
                 )
             time.sleep(min(_TICK, left))
         try:

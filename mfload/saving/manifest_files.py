@@ -57,7 +57,7 @@ def is_manifest(path: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise errors.from_target(error, path, "look at the manifest that is there") from error
+        raise errors.from_target(error, path, "read the manifest") from error
 
 
 @contextlib.contextmanager
@@ -113,7 +113,7 @@ def replaced(
             if away:
                 fsync(directory)
         except OSError as error:
-            raise errors.from_target(error, place.path, "take its old manifest away") from error
+            raise errors.from_target(error, place.path, "remove its old manifest") from error
         yield
     except BaseException:
         if not landed():

@@ -16,6 +16,7 @@ format, and other numbers too.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -124,7 +125,7 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
 
 
 def is_there(path: str) -> bool:
-    """Whether something has the name of a manifest; raises SourceError if that can't be told."""
+    """Whether a manifest's name is taken; raises SourceError if that is unknown."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -140,6 +141,8 @@ def _is_file(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # An old name, without a hash.
+            return False
         raise errors.from_target(error, path, "look at the manifest") from error
 
 

@@ -97,8 +97,8 @@ class SaveTarget:
             at = place.at(place.manifest)
             manifest_files.check_target(at, overwrite=True)
             if os.path.lexists(at):
-                what = "an earlier version gave the manifest of another checkpoint this name"
-                raise errors.TargetExistsError(what, file=at, expected="it to be moved")
+                what = "an old manifest of another checkpoint has the name; rename that one"
+                raise errors.TargetExistsError(what, file=at)
         old = old._replace(manifests=frozenset(theirs))
         several = len(names) > 1 or old.sharded
         if place.linked is not None and not several:

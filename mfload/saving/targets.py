@@ -85,7 +85,7 @@ class Location:
             raise errors.UsageError(
                 "shards need a name to count up from",
                 file=self.path,
-                expected=f"a name in UTF-8 that ends in {SUFFIX}, without ':'",
+                expected=f"a relative name in UTF-8 that ends in {SUFFIX}, without ':'",
                 found=self.name,
             )
         return self.shards(count)
