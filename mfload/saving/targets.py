@@ -113,9 +113,10 @@ class Location:
                 raise errors.from_target(error, path, "look at the target") from error
             if stat.S_ISLNK(mode) and not is_cached(path):
                 raise errors.TargetError(
-                    "several files can't be replaced through a symbolic link; name its target",
+                    "a sharded checkpoint can't be replaced through a symbolic link of one of its "
+                    "files; save to the directory that holds them, or remove the checkpoint first",
                     file=path,
-                    expected=place_of(path),
+                    found=f"a link to {place_of(path)}",
                 )
             if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 raise errors.TargetError(
