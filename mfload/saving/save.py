@@ -69,6 +69,13 @@ class Saved(Printable):
         """GiB a second, from the call to the last name on disk."""
         return self.bytes / self.seconds / 2**30 if self.seconds else 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, by name; the last three for a save in the background alone."""
+        data = Printable.as_dict(self)
+        if self.blocked is None:
+            del data["blocked"], data["copied"], data["held"]
+        return data
+
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as they are printed."""
         rows = [

@@ -83,9 +83,9 @@ class Location:
             return [self.name]
         if not self.stem:
             raise errors.UsageError(
-                "shards need a name to count up from",
+                "no index can list shards of this name",
                 file=self.path,
-                expected=f"a relative name in UTF-8 that ends in {SUFFIX}, without ':'",
+                expected=f"a name in UTF-8 that ends in {SUFFIX}, without ':' and backslashes",
                 found=self.name,
             )
         return self.shards(count)

@@ -90,6 +90,7 @@ class TestWhatIsSaved:
         plain = mfload.save(given, tmp_path / "b.safetensors")
         assert plain.blocked is None
         assert "blocked" not in str(plain)
+        assert saved.as_dict().keys() - plain.as_dict().keys() == {"blocked", "copied", "held"}
         assert (tmp_path / "a.safetensors").read_bytes() == Path(plain.files[0]).read_bytes()
 
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
