@@ -83,7 +83,7 @@ class Location:
             return [self.name]
         if not self.stem:
             raise errors.UsageError(
-                "no index can list shards of this name",
+                "shards need a name that an index can list",
                 file=self.path,
                 expected=f"a name in UTF-8 that ends in {SUFFIX}, without ':' and backslashes",
                 found=self.name,
