@@ -200,6 +200,8 @@ def write(
     if it raises, nothing is written.
     """
     name = place_of(text_path(path))
+    if "\0" in name:
+        raise errors.UsageError("not a path", expected="the path of a manifest", found=repr(path))
     publishing.write_manifest(name, made.text().encode(), overwrite=overwrite, check=check)
 
 
@@ -281,7 +283,8 @@ def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
     manifest_files.check_target(path, overwrite=overwrite)
     rivals = manifests.rivals(*os.path.split(path), names)
     if rivals and os.path.lexists(path):
-        with contextlib.suppress(errors.FormatError):  # A damaged manifest may be replaced.
+        # A damaged manifest may be replaced; one that is gone was another writer's.
+        with contextlib.suppress(errors.FormatError, errors.SourceNotFoundError):
             why = _misfit(Manifest.read(path), names, rivals, None)
             if why is not None:
                 what = "an old manifest of another checkpoint has the name; rename that one"

@@ -70,9 +70,10 @@ class Location:
         return manifests.named(self.name)
 
     def manifests(self, files: Iterable[str] = ()) -> list[str]:
-        """Names of the existing manifests of the checkpoint of this name, which has these files.
+        """Names of the existing manifests of the checkpoint of this name, or of these files.
 
-        There may be several: with the names of earlier versions, and those of single shards.
+        There may be several: with the names of earlier versions, those of single shards, and that
+        of a set of which this is a shard.
         """
         index = self.index if self.stem else None
         return manifests.lying(self.directory, {self.name, *files}, index)
@@ -184,7 +185,7 @@ class Existing(NamedTuple):
         left: Files of writers that died or have not finished: hidden ones, and shards of a draft
             of an index (see `formats.unfinished`).
         doubt: An index that can't be read: it may lead to any file, so that none may go.
-        manifests: Names of its manifests.
+        manifests: Names of its manifests, and of those that name a file that is to be written.
     """
 
     found: list[str]
@@ -196,8 +197,8 @@ class Existing(NamedTuple):
     manifests: frozenset[str] = frozenset()
 
 
-def look(place: Location) -> Existing:
-    """Looks at what lies at a place."""
+def look(place: Location, coming: Iterable[str] = ()) -> Existing:
+    """Looks at what lies at a place; `coming` are names of the files that are to be written."""
     try:
         names = frozenset(os.listdir(place.directory))
     except FileNotFoundError:  # It will be made.
@@ -236,7 +237,7 @@ def look(place: Location) -> Existing:
     left = hidden.union(early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
     some = any(name.endswith(manifests.SUFFIX) for name in names)
-    theirs = frozenset(place.manifests(files) if some else ())
+    theirs = frozenset(place.manifests({*files, *early, *coming}) if some else ())
     return Existing(found, indexed or bool(placed), files, kept, left, doubt, theirs)
 
 
