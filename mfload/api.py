@@ -741,7 +741,8 @@ def save(
             that it names (without an index, one complete set of them), and its manifest. Other
             files are never touched; the notes name those that were removed. The new files keep
             owner, group, permissions, access control list, SELinux label and `user.*` attributes
-            of the old one, if the system allows it. What a killed save left at the target is removed in any case.
+            of the old one, if the system allows it. What a killed save left at the target is
+            removed in any case.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         timeout: Seconds to wait for another writer of the target. Default: raise TargetError at
             once, but wait without a limit for a pending save of this process. On a mesh, seconds
