@@ -103,7 +103,7 @@ if TYPE_CHECKING:
         framework: Named
 
     class SaveArguments(TypedDict, total=False):
-        """Those of `save`, beside arrays, path and background."""
+        """Arguments of `save` but arrays, path and background."""
 
         metadata: Mapping[str, str] | None
         align: int | str
@@ -703,13 +703,14 @@ def save(
     The checkpoint appears whole or not at all, in all processes. To save from a single process,
     give it `jax.device_get(arrays)`: without global arrays, a save is the caller's alone.
 
-    With `background=True` the call returns when the arrays may be changed, donated or freed, and a
-    thread writes them. Arrays that can change are copied, those on devices are brought to the
-    host; arrays of JAX on CPUs and eager tensors of TensorFlow are held. What is wrong with an
-    argument is raised by the call, what goes wrong while writing by `result()`; if nothing asks for
-    it, it is logged, raised by the next save of this process, and shown at exit. A save waits for
-    one that is pending at its target; loads see the old checkpoint until the new one is there. The
-    process waits for pending saves before it exits; one that is killed leaves the old checkpoint.
+    With `background=True` the call returns as soon as the arrays may be changed, donated or freed,
+    and a thread writes them. Arrays that can change are copied, those on devices to the host;
+    arrays of JAX on CPUs and eager tensors of TensorFlow are held. Errors of arguments are raised
+    by the call. Errors of writing are logged and raised by `result()`; if the program does not ask
+    for the result, the next save of the process raises them, or Python prints them at exit. A save
+    waits for one of the same process that is pending at its target. Loads see the old checkpoint
+    until the new one is complete. Python waits for pending saves at exit; a process that is killed
+    leaves the old checkpoint.
 
     Args:
         arrays: Arrays by name, of any of the frameworks, also of several at once. They may be
@@ -722,42 +723,46 @@ def save(
             saved as their arrays, typed PRNG keys as their data, shared variables once, integers of
             2 and 4 bits as 8-bit ones, with a note.
         path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
-            in it. Missing directories are made. Of a symbolic link, the file it leads to is
-            replaced; a link into a cache of blobs, such as that of Hugging Face, becomes a file
-            itself. A name that ends as another format's, such as `x.pt`, is refused.
+            in it. Missing directories are made. If it is a symbolic link, the file that it leads to
+            is replaced; a link into a content-addressed cache, such as that of Hugging Face, is
+            itself replaced by a file. A name that ends as another format's, such as `x.pt`, is
+            refused.
         metadata: Strings for the header.
         align: The data of each file begins on a multiple of so many bytes: a power of two, at
             least 8, also as a text such as "4KiB".
         max_shard_size: Bytes of tensors in a file, or "5GB", "500MiB". A larger checkpoint goes to
             files named as in `model-00001-of-00003.safetensors`, with an index beside them. A
             larger tensor has a file of its own.
-        checksums: Whether to read the files back from the disk, compare them, and publish them
-            with a manifest of checksums beside them; or which: "xxh3", "sha256" or "both".
+        checksums: Whether to write a manifest of checksums beside the checkpoint, after the files
+            were read back from the disk and compared with what was written (on a mesh they are
+            read back, but not compared); or which checksums: "xxh3" of each tensor, "sha256" of
+            each file, or "both", the same as True.
         overwrite: Whether an existing checkpoint is replaced: the file, the index, the shards
             that it names (without an index, one complete set of them), and manifests that name any
-            of these. Other files are never touched; the notes name those that were removed. What a
-            killed save left is removed either way.
+            of these. Other files are never touched; the notes name those that were removed. The new
+            files keep owner, group, permissions, access control list, SELinux label and `user.*`
+            attributes of the old one, if the system allows it. What a killed save left at the
+            target is removed in any case.
         progress: True for a bar, or a function of (bytes done, bytes in all).
-        timeout: Seconds from the call on, within which another writer of the target is waited for.
-            Default: the save is refused at once, and one that is pending in this process is waited
-            for. On a mesh, seconds that the processes have for the whole save. Default: ten minutes
-            until all have made the call, then no limit; a process that fails or is gone ends it in
-            all.
-        background: Whether to return once the arrays are kept, and write them in a thread, which
-            calls a `progress` function, too.
+        timeout: Seconds to wait for another writer of the target. Default: raise TargetError at
+            once, but wait without a limit for a pending save of this process. On a mesh, seconds
+            for the whole save. Default: ten minutes until all processes have made the call, then no
+            limit; a process that fails or is gone ends the save in all.
+        background: Whether to return as soon as the arrays are kept in memory. A thread writes
+            them, and calls a `progress` function.
 
     Returns:
-        Files, bytes, seconds and notes; prints well, and has `as_dict()`. In the background, a
-        `concurrent.futures.Future` of it, which also has the seconds that the call took, and the
-        bytes that it copied.
+        A `Saved`: files, bytes, seconds and notes; prints well, and has `as_dict()`. With
+        `background=True` a `PendingSave`, which is a `concurrent.futures.Future` of it.
 
     Raises:
         TargetExistsError: A checkpoint or its manifest exists, and `overwrite` is not set.
         UnsupportedArrayError: An array, or a leaf of the tree, can't be saved; nothing was written.
         ProcessError: Another process failed or is gone, saves something else, or made no call.
         UsageError: An argument is invalid, or two leaves of the tree have the same name.
-        TargetError: Another process or thread is writing the target, or it can't be written.
-        WriteError: The disk is full, or failed, or gave back other bytes than were written.
+        TargetError: Another process or thread is writing the target, or it can't be written; also
+            if files of a sharded checkpoint are symbolic links, unless into a cache.
+        WriteError: The disk is full, or failed, or returned other bytes than were written.
         MfloadError: Any other of the tree in `mfload.errors`.
     """
     from mfload.saving import save as saving

@@ -33,7 +33,7 @@ _TICK = 0.05
 
 Stopped = Callable[[], bool]
 Offender = tuple[TensorInfo, str, str]
-"""A tensor that differs from a manifest, with what that has and what was found."""
+"""A tensor that differs from a manifest, what the manifest has, and what was found."""
 
 OTHER_DATA = "the manifest is of other data"
 
@@ -268,7 +268,7 @@ def refuse(
 ) -> None:
     """Raises ChecksumError if any of `total` tensors differs from its manifest.
 
-    SourceChangedError if that is because their files were replaced meanwhile.
+    Raises SourceChangedError instead if their files were replaced meanwhile.
     """
     if not offenders:
         return

@@ -55,8 +55,8 @@ def convert(
     kept, also the tree that `mfload.restore` rebuilds. Integers of 2 and 4 bits, which safetensors
     lacks, become 8-bit ones, with a note. The new files are read back from the disk
     and compared before they get their names, all of them at once. If a manifest lies beside the
-    source, the source is compared with it, and one is published with the new files; the one of what
-    is replaced goes.
+    source, the source is compared with it, and one is written for the new files. A manifest of the
+    replaced checkpoint is removed.
 
     To a directory, the files that lie beside the weights of a Hugging Face model go as well:
     config, tokenizer, chat template, the code of the model (which is not run), licence and README,
@@ -86,8 +86,8 @@ def convert(
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes count twice,
             once written and once read back.
         options: Threads, timeout and `max_host_overhead`, which bounds the memory of tensors that
-            are converted or not one raw range of their file; see `mfload.Options`. Within a timeout
-            another writer of the target is waited for. Default: it is refused at once.
+            are converted or not one raw range of their file; see `mfload.Options`. With a timeout,
+            waits for another writer of the target. Default: raise TargetError at once.
 
     Raises:
         UsageError: An argument is invalid, or the source can't be replaced as a whole.
@@ -125,9 +125,9 @@ def align(
     The data of each file begins on a multiple of `align`, and tensors lie on multiples of 64
     bytes where their sizes allow it. The new files are read back from the disk and compared
     before they get their names. Metadata is kept, and so are tensors of unknown dtypes. If a
-    manifest lies beside the source, the source is compared with it, and one is published with the
-    new files; the one of what is replaced goes. What lies beside the weights goes to another
-    directory as with `convert`.
+    manifest lies beside the source, the source is compared with it, and one is written for the new
+    files. A manifest of the replaced checkpoint is removed. What lies beside the weights goes to
+    another directory as with `convert`.
 
     Unlike `convert`, it can replace the source, and leaves nothing if it is killed.
 
@@ -142,8 +142,8 @@ def align(
         overwrite: Whether what is there may be replaced.
         progress: True for a bar, or a function of (bytes done, bytes in all). Bytes are read
             twice.
-        options: Threads and timeout, within which another writer of the target is waited for; see
-            `mfload.Options`. Default: another writer is refused at once.
+        options: Threads and timeout; see `mfload.Options`. With a timeout, waits for another writer
+            of the target. Default: raise TargetError at once.
 
     Raises:
         UsageError: An argument is invalid, or the source can't be replaced as a whole.

@@ -26,8 +26,8 @@ def inspect(
     """Reads the headers of a checkpoint and checks them, and the index against them.
 
     They are read again if a writer replaced the checkpoint meanwhile, as in a load. Raises if there
-    is nothing at the path, several checkpoints lie side by side, or one goes on taking the place of
-    another meanwhile.
+    is nothing at the path, several checkpoints lie side by side, or the checkpoint is replaced
+    again and again.
     """
     for left in reversed(range(checkpoint.TRIES)):
         before = discovery.state(path)

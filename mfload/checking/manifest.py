@@ -8,13 +8,13 @@
       "identity": {"model.safetensors": {"size": 1234, "header": "…64 digits…"}}
     }
 
-The digest of a tensor is of its stored bytes alone: it holds wherever the tensor lies, after other
-shards are cut or the file is aligned. The SHA-256 of a file holds for this very file. A manifest
-may have one of them alone: it then has no files, or no "algorithm" and no digests. The identity
-tells which files it was made of: their sizes, and the SHA-256 of their headers (of a format without
-one, of what its index says). It is looked at if something differs, to tell other data from damage.
-Version 1 had no identity. Names are sorted and each has a line, so that two manifests can be
-compared as text.
+The digest of a tensor is of its stored bytes alone: it does not change when a checkpoint is sharded
+differently or aligned. The SHA-256 of a file holds for this very file. A manifest may have one of
+them alone: it then has no files, or no "algorithm" and no digests. The identity has the size of
+each file and the SHA-256 of its header (of a format without one, of names, dtypes, shapes and
+places of its tensors). It is used if something differs, to tell other data from damage. Version 1
+has no identity. Names are sorted and each has a line, so that two manifests can be compared as
+text.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _FORMAT = (
 
 
 class TensorEntry(NamedTuple):
-    """What a manifest knows of a tensor; the digest is of its stored bytes, in hexadecimal."""
+    """The entry of a tensor in a manifest; the digest is of its stored bytes, in hexadecimal."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,14 +65,14 @@ class TensorEntry(NamedTuple):
 
 
 class FileEntry(NamedTuple):
-    """What a manifest knows of a file: its bytes, and their SHA-256 in hexadecimal digits."""
+    """The entry of a file in a manifest: size in bytes, and SHA-256 in hexadecimal digits."""
 
     size: int
     sha256: str
 
 
 class FileIdentity(NamedTuple):
-    """Which file a manifest is of: its bytes, and the SHA-256 of its header in digits."""
+    """Identifies a file of a manifest: size in bytes, and SHA-256 of its header in hexadecimal."""
 
     size: int
     header: str
@@ -90,9 +90,9 @@ class Manifest:
             manifest has checksums of files alone.
         files: Size and SHA-256 of each file, by path relative to the checkpoint's directory; empty
             if the manifest has checksums of tensors alone.
-        path: Where it was read from; None if it was made here.
-        identity: Size of each file and SHA-256 of its header, by path; empty if it was written by
-            an earlier version.
+        path: Where it was read from; None if it was made by this process.
+        identity: Size of each file and SHA-256 of its header, by path; empty in a manifest of
+            version 1. With it, a manifest of another checkpoint is told from damage.
     """
 
     tensors: Mapping[str, TensorEntry]
@@ -133,7 +133,7 @@ class Manifest:
 
     @property
     def names(self) -> set[str]:
-        """Paths of the files that it was made of; empty if it does not say."""
+        """Paths of the files that it was made of; empty if it lists none (version 1, "xxh3")."""
         return {*self.files, *self.identity}
 
     @property
@@ -171,12 +171,12 @@ class Manifest:
         )
 
     def write(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Writes it, all or nothing; once it returns, it outlives a loss of power.
+        """Writes it, all or nothing. When the call returns, it is on disk.
 
         Raises:
             UsageError: The name is one of a checkpoint.
-            TargetExistsError: Something is there, and `overwrite` is not set, or it is something
-                other than a manifest.
+            TargetExistsError: A file exists there and `overwrite` is not set, or the file is not a
+                manifest.
             TargetError: It can't be written.
         """
         write(self, path, overwrite=overwrite)
@@ -196,8 +196,8 @@ def write(
 ) -> None:
     """Writes a manifest (see `Manifest.write`).
 
-    `check` is called right before it gets its name, while no save of mfload changes the files
-    beside it; the manifest is not written if it raises.
+    `check` is called right before it gets its name, while the directory is locked against saves;
+    if it raises, nothing is written.
     """
     name = place_of(text_path(path))
     if "\0" in name:
@@ -217,9 +217,9 @@ def text_path(path: Any) -> str:
 def beside(files: Sequence[str], index: str | None = None, *, whole: bool = False) -> str:
     """The default path of a manifest, given the files of a checkpoint and its index.
 
-    Of model.safetensors, of its index and of all its shards it is
-    `model.safetensors.checksums.json`: see `mfload.saving.manifests`. It lies where the data is,
-    also if that is reached through symbolic links. `whole` says that a directory was named.
+    For model.safetensors, its index and all its shards it is `model.safetensors.checksums.json`:
+    see `mfload.saving.manifests`. It lies where the data is, if symbolic links are followed.
+    `whole` says that a directory was given.
     """
     return _places(files, index, whole=whole)[0]
 
@@ -232,20 +232,21 @@ def find(
     tensors: Tensors | None = None,
     near: Callable[[str], Source] | None = None,
 ) -> tuple[str | Source | Manifest | None, list[str]]:
-    """Finds the manifest of a checkpoint, which may have another name if it is for this data.
+    """Finds the manifest of a checkpoint, under its default name or others that are still read.
 
     Earlier versions gave several checkpoints one name, and a shard may have the manifest of its
-    set. So one under another name than `beside` gives counts only if it knows these files; one
-    without files, if these are its tensors by name, dtype and shape, and no other checkpoint in
-    the directory had that name for its own.
+    set. So a manifest with another name than `beside` returns is used only if it lists these files.
+    If it lists none, its tensors must be the same by name, dtype and shape, and no other checkpoint
+    in the directory may have had that name.
 
     Args:
-        tensors: Gives the tensors of the files.
-        near: Gives the source of a name beside the files, if they are not local.
+        tensors: Returns the tensors of the files.
+        near: Returns the source of a name beside the files, if they are not local.
 
     Returns:
-        The manifest, if it had to be read, or else where it is, or would be by its default name;
-        None if that is another checkpoint's. And a note for each that is for other files.
+        The manifest if it had to be read, else its place, which is the default one if there is no
+        manifest; None if the default name is taken by another checkpoint's. And a note for each
+        manifest that is for other files.
     """
     notes: list[str] = []
     names = [*relative_names(files, index).values()]
@@ -278,26 +279,26 @@ def find(
 
 
 def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
-    """Refuses to write a manifest of these files where one may not be replaced by it."""
+    """Raises if a manifest of these files may not be written to a path."""
     path = place_of(path)  # As `write` does.
     manifest_files.check_target(path, overwrite=overwrite)
     rivals = manifests.rivals(*os.path.split(path), names)
     if rivals and os.path.lexists(path):
-        # A damaged one may be replaced; one that is gone was another writer's.
+        # A damaged manifest may be replaced; one that is gone was another writer's.
         with contextlib.suppress(errors.FormatError, errors.SourceNotFoundError):
             why = _misfit(Manifest.read(path), names, rivals, None)
             if why is not None:
-                what = "an earlier version gave the manifest of another checkpoint this name"
+                what = "an old manifest of another checkpoint has the name; rename that one"
                 raise errors.TargetExistsError(
                     what,
                     file=path,
-                    expected=f"it to be moved: that of {rivals[0]} is {manifests.named(rivals[0])}",
+                    expected=f"{manifests.named(rivals[0])}, for {rivals[0]}",
                     found=why,
                 )
 
 
 def older(files: Sequence[str], index: str | None, *, whole: bool, tensors: Tensors) -> list[str]:
-    """Paths of manifests of exactly these files that have another name than `beside` gives."""
+    """Paths of manifests of exactly these files that have another name than the default."""
     found: list[str] = []
     names = [*relative_names(files, index).values()]
     for path in filter(os.path.isfile, _places(files, index, whole=whole)[1:]):
@@ -311,11 +312,11 @@ def older(files: Sequence[str], index: str | None, *, whole: bool, tensors: Tens
 
 
 def _rivals(path: str, names: Sequence[str], index: str | None) -> list[str]:
-    """Other checkpoints in the directory of a manifest that it may be of."""
+    """Other checkpoints to which a manifest in this directory may belong."""
     directory, name = os.path.split(path)
     found = manifests.rivals(directory, name, [*names, os.path.basename(index or "")])
     if manifests.incomplete(names):
-        # Not shards of it, but the file that has the name of their set.
+        # The single file with the name of the set of these shards.
         single = manifests.saved_as(names[0])
         found += [single] if os.path.lexists(os.path.join(directory, single)) else []
     return found
@@ -326,10 +327,10 @@ def _misfit(
 ) -> str | None:
     """Why a manifest is not for files of these names; None if it is.
 
-    Without `tensors`, it has the default name, and is theirs unless it is an old one of a rival.
+    Without `tensors` it has the default name, and is for them unless it lists files of rivals only.
     """
     if tensors is None:
-        # Of renamed files, or of others before: the caller compares.
+        # It may also be of files before they were renamed or replaced: the caller compares.
         foreign = known.names.isdisjoint(names) and not known.names.isdisjoint(rivals)
         return f"it has {brief(min(known.names))}" if foreign else None
     if known.names:
@@ -343,7 +344,7 @@ def _misfit(
 
 
 def part_of(known: Manifest, names: Collection[str]) -> bool:
-    """Whether files of these names are a part of those that a manifest is of."""
+    """Whether files of these names are some of those of a manifest, and not all."""
     if known.names.isdisjoint(names):
         return manifests.incomplete(names)
     return {*names} < known.names
@@ -374,9 +375,9 @@ def identify(
 def others(
     made: Manifest, numbers: Iterable[int], sources: Sequence[Source], index: Index | Table
 ) -> dict[str, tuple[str, str]]:
-    """Files that a manifest was not made of, by path: what it was made of, and what they are.
+    """Files that a manifest was not made of, by path, with its identity and that of the file.
 
-    None if it does not say so, or the headers can't be read again.
+    Empty if the manifest is of version 1, or the headers can't be read again.
     """
     known, some = set(made.identity.values()), ", ".join([*made.identity][:3])
     found: dict[str, tuple[str, str]] = {}
@@ -390,7 +391,7 @@ def others(
 
 
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
-    """What a manifest calls the files of a checkpoint: paths relative to its directory, as text."""
+    """Names of files as a manifest has them: paths relative to its directory, as text."""
     return dict(zip(files, map(manifests.as_text, _relative(files, index)), strict=True))
 
 
@@ -412,7 +413,7 @@ def _places(files: Sequence[str], index: str | None, *, whole: bool) -> list[str
 
 
 def _data(files: Sequence[str], index: str | None) -> list[str]:
-    """Where the data of the files is, and the index; the links to them, if in several places."""
+    """Paths of files and index with links followed, unless these lead to several directories."""
     paths = [_plain(path) for path in ([*files, index] if index else files)]
     places = [place_of(path) for path in paths]
     apart = len({os.path.dirname(place) for place in places}) > 1

@@ -150,7 +150,7 @@ class _Rewrite:
         return [layout.lay_out(*each, wishes.align) for each in zip(files, metadata, strict=True)]
 
     def known(self) -> Manifest | None:
-        """The manifest of the source; compares the source with it, unless the copy will do so."""
+        """The manifest of the source, compared with it unless that is done while copying."""
         if self.old is None:
             return None
         known = Manifest.read(self.old)
@@ -166,7 +166,7 @@ class _Rewrite:
         return known
 
     def compared(self, known: Manifest) -> bool:
-        """Whether all bytes of tensors of the manifest are seen while they are copied."""
+        """Whether the source is compared with its manifest while it is copied."""
         return known.hashed and not (self.loaded or self.others)
 
     def key(self) -> str:
@@ -245,7 +245,7 @@ def rewrite(
             with others.written(), others.published():
                 there, more = work.place.publish(drafts, work.layouts, sums)
     if isinstance(noting, Journal) and noting.left:
-        notes.append(f"{noting.path} could not be removed; the next save to the target does it")
+        notes.append(f"{noting.path} could not be removed; the next save to the target removes it")
     if others.names:
         notes.append(f"copied with it: {', '.join(others.names)}")
     notes += more
@@ -254,7 +254,7 @@ def rewrite(
 
 
 def _manifest_of(index: Index, found: CheckpointFiles) -> tuple[str | None, list[str]]:
-    """Where the manifest of a source lies, if it has one; notes of those of other files."""
+    """Path of the manifest of a source, or None; a note for each manifest of other files."""
     files, whole = index.files, found.name is not None and [*index.files] != [found.name]
     given, notes = manifest.find(
         files, found.index_file, whole=whole, tensors=lambda: index.tensors

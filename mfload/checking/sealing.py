@@ -1,6 +1,6 @@
-"""A seal on what is written: the drafts are read back and compared, and their sums make a manifest.
+"""Reads drafts back from the disk, compares them with what was written, and makes their manifest.
 
-It is made of the drafts, before they get their names, so that no other writer can come between.
+That happens before the drafts get their names, so that no other writer can interfere.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Seal:
         new: The hash of what is written. Default: that of tensors.
 
     Attributes:
-        written: The hash of each range of a draft; `source` is the number of the draft. What other
-            processes wrote is not among them, and can't be compared.
+        written: The hash of each range that was written; `source` is the number of the draft. If
+            it is empty (other processes wrote), the drafts are read but not compared.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class Seal:
 
     @staticmethod
     def of(checksums: bool | Algorithm) -> Seal:
-        """What `save(checksums=)` asks for."""
+        """The seal for an argument `checksums` of `mfload.save`."""
         if checksums is not True:
             errors.check_choice("checksums", checksums, ALGORITHMS)
         alone = checksums == "sha256"
-        new = hashlib.sha256 if alone else None  # So that it takes no package.
+        new = hashlib.sha256 if alone else None  # XXH3 would need the package xxhash.
         return Seal(tensors=not alone, files=checksums != "xxh3", new=new)
 
     def write(
         self, number: int, draft: Draft, offset: int, pieces: Sequence[Any], *tensor: Any
     ) -> int:
-        """Writes pieces to a draft, as `Draft.write`."""
+        """Writes pieces to a draft, as `Draft.write`, and hashes them."""
         hashed = self._new()
         for piece in pieces:
             hashed.update(piece)
@@ -70,9 +70,10 @@ class Seal:
         how: LoadOptions | None = None,
         advance: Advance = None,
     ) -> bytes | None:
-        """Compares what was written, read past the page cache; returns the manifest, if any.
+        """Reads synced drafts past the page cache and compares them; returns the manifest's bytes.
 
-        The drafts are synced. Raises WriteError if the disk gives back other bytes, or none.
+        Returns None if the manifest would have no checksums. Raises WriteError if a draft can't be
+        read, or differs from what was written.
         """
         how = started(None) if how is None else how
         rows: list[list[Block]] = [[] for _ in drafts]
@@ -114,7 +115,7 @@ class Seal:
 
 
 class _Reader:
-    """Observer of the drafts that compares each range with what was written there."""
+    """Observer of a scan of the drafts; compares each range with what was written there."""
 
     def __init__(
         self,

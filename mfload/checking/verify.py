@@ -35,7 +35,7 @@ from mfload.sources.base import Source
 Checksums = Literal["auto", "write", "check", "never"]
 
 _SHOWN = 50
-_MANIFEST = "the manifest"  # Where a sum was found.
+_MANIFEST = "the manifest"  # Origin of a sum.
 _OTHER_SUM = "the file's SHA-256 differs"
 
 
@@ -128,9 +128,10 @@ def verify(
         algorithm: Which checksums are written, or compared with a manifest: "xxh3" of each tensor,
             "sha256" of each file, or "both". XXH3 is hashed as fast as memory is read, SHA-256
             several times slower. "both" compares what the manifest has.
-        manifest: Path of the manifest, or one that was read. Default: `<name>.checksums.json`
-            beside the checkpoint, with its whole name: `model.safetensors.checksums.json`. It lies
-            where symbolic links lead to; in a snapshot of the Hugging Face cache, beside its links.
+        manifest: Path of the manifest, or one that was read. Default: the whole name of the
+            checkpoint and `.checksums.json`, as in `model.safetensors.checksums.json`, in its
+            directory. If the path is a symbolic link, in the directory of the file that it leads
+            to; in a snapshot of the Hugging Face cache, in the snapshot.
         sha256: The SHA-256 of the files: 64 digits for one file, the path of a list as `sha256sum`
             writes it, `{file: digits}`, or "auto" for what the cache of the Hugging Face client
             says. The cache also counts wherever SHA-256 sums are written or compared.
@@ -145,7 +146,8 @@ def verify(
     Raises:
         UsageError: An argument is invalid, or the manifest has no checksums of the algorithm.
         SourceError: Nothing is at the path, or the manifest or the list can't be read.
-        SourceChangedError: The checkpoint was replaced before the manifest could be written.
+        SourceChangedError: The checkpoint was replaced before its manifest could be written, so
+            that none was.
         FormatError: Several checkpoints are at the path, or the manifest or the list is malformed.
         TargetError: The manifest can't be written, or is there already.
         FrameworkMissingError: Checksums need the package xxhash.
@@ -311,7 +313,7 @@ def _chosen(
 
 
 def _searched(seen: Headers) -> dict[str, Any]:
-    """What a manifest of a checkpoint is found by."""
+    """Arguments of `manifest.find` for a checkpoint."""
     found = seen.found
     return {
         "files": found.names,
@@ -322,14 +324,14 @@ def _searched(seen: Headers) -> dict[str, Any]:
 
 
 def _whole(found: CheckpointFiles) -> bool:
-    """Whether a directory was named, and neither files nor an index."""
+    """Whether a directory was given, not files or an index."""
     return found.index_file is None and found.name is not None and found.names != [found.name]
 
 
 def _manifest_beside(seen: Headers, *, written: bool) -> tuple[Any, list[str]]:
-    """Where the manifest of a checkpoint lies, or is written, or what was read; and notes.
+    """The manifest of a checkpoint, or its place, and notes.
 
-    None if nothing lies beside it.
+    None if no file can lie beside the checkpoint.
     """
     known = (each for each in seen.found.files if not isinstance(each, str))
     files = [each for each in known if each.file is None]
@@ -371,19 +373,19 @@ def _read_manifest(
 def _of_other_data(
     seen: Headers, known: Manifest, differing: Sequence[Problem]
 ) -> Sequence[Problem]:
-    """One problem in place of those of files that the manifest was not made of."""
+    """The problems, with a single one in place of those of files that the manifest is not of."""
     if known.hashed and all(each.what == _OTHER_SUM for each in differing):
-        return differing  # The tensors are those of the manifest.
+        return differing  # Only SHA-256 sums differ: the tensors are those of the manifest.
     numbers = {source.name: number for number, source in enumerate(seen.sources)}
     named = [numbers.get(each.file or "") for each in differing]
-    # What is missing may be in any of them.
+    # A missing tensor may belong to any file.
     looked = range(len(numbers)) if None in named else sorted({n for n in named if n is not None})
     others = manifests.others(known, looked, seen.sources, seen.tensors)
     if not others:
         return differing
     file, (expected, found) = next(iter(others.items()))
     left = [each for each in differing if each.file in numbers and each.file not in others]
-    left = [] if seen.found.directory is not None else left  # It is written as a whole.
+    left = [] if seen.found.directory is not None else left  # A directory is one checkpoint.
     return [Problem(OTHER_DATA, file, None, expected, found), *left]
 
 
@@ -413,7 +415,7 @@ def _write(
 
 
 def _replaced(given: Sequence[Source]) -> list[Problem]:
-    """A problem for each source that is no longer what was read: of it, nothing is known."""
+    """A problem for each source that changed since it was read, so that it can't be judged."""
     found: list[Problem] = []
     for source in given:
         try:
@@ -432,13 +434,13 @@ def _removed(paths: Sequence[str]) -> list[str]:
             os.unlink(path)
         except OSError as error:
             raise errors.from_target(error, path, "remove the old manifest") from error
-    return [f"removed: {path}, a manifest of what was there before" for path in paths]
+    return [f"removed {path}, the manifest with its earlier name" for path in paths]
 
 
 def _expected(
     seen: Headers, known: Manifest | None, sha256: Sums, *, of_tensors: bool, of_files: bool
 ) -> tuple[dict[Any, PublishedSum], list[Problem]]:
-    """Known digests, by name of tensor and number of file, and how the manifest differs."""
+    """Known digests, by name of tensor and number of file; problems of what the headers show."""
     files = seen.found.names
     sums = published.expected(sha256, files)
     if sha256 is not None and not isinstance(sha256, Mapping):
@@ -457,7 +459,7 @@ def _expected(
                 sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))
         others = known.files.keys() ^ {*names.values()}
         if part := single and manifests.part_of(known, names.values()):
-            seen.notes.append("the manifest is of more files, which were not looked at")
+            seen.notes.append("the manifest has other files, too, which were not checked")
             others = {*names.values()} - known.files.keys()
         if not of_tensors:
             what = "the file is in the manifest or in the checkpoint, and not in both"

@@ -134,7 +134,7 @@ class ShardedIndex(Index):
 
     @property
     def _before(self) -> list[Source]:
-        """Files whose header was read, so that their data may have been."""
+        """Files whose headers were read earlier: their data may be in use."""
         files: Sequence[Any] = self.found.files
         return [*map(files.__getitem__, self._seen)]
 
@@ -239,7 +239,7 @@ class ShardedIndex(Index):
         files: list[Any] = [self.found.files[number] for number in numbers]
         if len(files) > 1:
             _ask_ahead(files)
-        new: dict[int, Table] = {}  # Not taken for the index's before that is known.
+        new: dict[int, Table] = {}  # They count only once `check_unchanged` has passed.
         for number, source in zip(numbers, files, strict=True):
             with suppress(errors.SourceNotFoundError):
                 new[number] = read_headers(CheckpointFiles([source]), number).tensors
@@ -449,7 +449,7 @@ def _no_memory(error: MemoryError, name: str | None) -> MemoryError:
 def _whole(
     found: CheckpointFiles, *, missing_ok: bool = False, before: Sequence[Source] = ()
 ) -> Index:
-    """The index of all headers; the files become sources (`before`: see `check_unchanged`)."""
+    """The index of all headers; the files become sources. For `before` see `check_unchanged`."""
     seen = read_headers(found)
     if len(seen.sources) > 1 or found.index is not None:
         check_unchanged(found, seen.sources, before)
@@ -515,9 +515,10 @@ def check_unchanged(
 ) -> None:
     """Raises SourceChangedError if headers may be of several versions of a checkpoint.
 
-    The first may have been replaced while the last was `read`, and so may the index. What a server
-    says of an index with the same bytes may be the same, so it is asked for the files whose data
-    may have been taken `before`, too. The versions of others are compared when their data is read.
+    The first file may have been replaced while the header of the last was `read`, and so may the
+    index. Indexes of two versions may have the same bytes and ETag, so a server is also asked for
+    files whose headers were read `before`, since their data may be in use. The versions of other
+    files are compared when their data is read.
     """
     index = [] if found.index is None else [found.index]
     local = [each for each in read[:-1] if each.file is not None]
@@ -525,7 +526,7 @@ def check_unchanged(
     try:
         sources.together(sources.check_now, [*local, *index, *remote])
     except errors.SourceChangedError:
-        for each in index:  # Of several that changed, it says so best.
+        for each in index:  # If the index changed too, the error names it.
             sources.check_now(each)
         raise
 

@@ -1,10 +1,10 @@
-"""Shards of a save that has not finished, or was killed: the draft of their index tells.
+"""Shards of a save that has not finished, or was killed, recognised by the draft of their index.
 
-A save of several files over nothing gives its index a hidden name before the shards get theirs,
-and the final name after (see `saving.publishing`). Until then they are no checkpoint. A name alone
-does not tell a shard from a user's own file: it must also hold the tensors that the draft places
-in it, and have the draft's owner and its time of change to the nanosecond, which the save gave to
-both. What is no regular file is neither.
+If there is no old checkpoint, a save of several files writes the index under a hidden name, gives
+the shards their names, then the index its own (see `saving.publishing`). Until then the shards are
+not a checkpoint. To tell a shard from a user's file of the same name, it must be a regular file
+that holds exactly the tensors that the draft assigns to it, and have the draft's owner and its
+modification time to the nanosecond: the save sets one time for all its files.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from mfload.formats import safetensors
 from mfload.formats.safetensors import INDEX_SUFFIX, SUFFIX, read_index
 
 HIDDEN = ".mfload-"
-"""Hidden names of a save begin with it."""
+"""Beginning of the hidden names of saves."""
 INDEX_END = "-index"
-"""That of the draft of an index ends with it."""
+"""End of the hidden name of the draft of an index."""
 
 _NUMBERS = re.compile(r"-\d+-of-\d+" + re.escape(SUFFIX))
 _SHOWN = 3
 
 
 def shards(directory: str, names: Collection[str]) -> list[str]:
-    """Of the names in a directory, those of shards whose index has not got its name."""
+    """The names in a directory that are shards whose index has not got its name yet."""
     found: set[str] = set()
     for name in names:
         if name.startswith(HIDDEN) and name.endswith(INDEX_END):
-            # What can't be read, or has got its name meanwhile, tells of none.
+            # A draft that can't be read, or was renamed meanwhile, leads to none.
             with contextlib.suppress(OSError, errors.SourceError, errors.FormatError):
                 found |= _shards(directory, name, names)
     return sorted(found)
@@ -73,7 +73,7 @@ def _mark(path: str) -> tuple[int, int] | None:
 
 
 def told(names: Collection[str]) -> str:
-    """Says of some shards that they are such."""
+    """Describes such shards, for errors and notes."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     what = errors.counted(len(names), "shard")
     return f"{what} of a save that did not finish: {', '.join([*names][:_SHOWN])}{more}"

@@ -285,7 +285,7 @@ class Exported(NamedTuple):
         span: Host addresses [first, past last) of its elements, gaps between them included; None
             if they lie on a device or in several pieces.
         lies: The same as `read` as it lies, with any strides, for an array in host memory.
-        frozen: Whether `read` gives the array's own memory, which can't change while that is held.
+        frozen: Whether `read` returns the array's own memory, which can't change while it is held.
     """
 
     dtype: DType

@@ -215,7 +215,7 @@ def export(array: Any) -> base.Exported:
     if len(devices) == 1 and on_host:
         address = private_api.jax_address(array) if array.size else 0
         span = address, address + (row.size_of(array.shape) or 0)
-    # A jit that it is donated to finds that NumPy's view holds the memory, and takes other.
+    # NumPy's view holds the memory: a jit that the array is donated to does not reuse it.
     frozen = on_host and array.is_fully_replicated
     return base.Exported(row, array.shape, lambda: _gather(array), span, frozen=frozen)
 

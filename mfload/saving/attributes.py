@@ -1,4 +1,4 @@
-"""What a file that replaces another takes over: owner, permissions, extended attributes."""
+"""What a file takes over from the one it replaces: owner, permissions, extended attributes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _LABEL = "security.selinux"
 
 
 class Attributes(NamedTuple):
-    """What a file that replaces another takes over from it.
+    """Attributes that a file takes over from the one that it replaces.
 
     Attributes:
-        mode: Permissions.
-        owner: The user's number; `group` is the group's.
-        extended: The access control list, the label of SELinux and the user's extended
-            attributes, by name.
+        mode: Permission bits.
+        owner: User ID.
+        group: Group ID.
+        extended: The access control list, the label of SELinux and the `user.*` attributes, by
+            name.
     """
 
     mode: int
@@ -45,10 +46,11 @@ class Attributes(NamedTuple):
         return made
 
     def give(self, fd: int) -> None:
-        """Gives them to an open file, of which only the owner could do anything so far.
+        """Sets them on an open file of mode 0600.
 
-        What the system refuses is left out. Without the group, group and others may do what both
-        could before, and nothing without the list: at no moment more than with the old file.
+        What the system refuses is left out. If the group can't be set, group and others get the
+        permissions that both had, and none if there was an access control list: at no moment does
+        anyone get more than with the old file.
         """
         made, mode = os.fstat(fd), self.mode
         acl = self.extended.get(_ACL)
@@ -65,7 +67,7 @@ class Attributes(NamedTuple):
             _granted(os.setxattr, fd, name, value)
         if hasattr(os, "fchmod"):  # Some file systems have the same permissions for all files.
             _granted(os.fchmod, fd, mode)
-        if made.st_uid != self.owner:  # Last: who gives a file away may not change it any more.
+        if made.st_uid != self.owner:  # Last: after it, the caller may not change the file.
             _granted(os.fchown, fd, self.owner, -1)
 
 

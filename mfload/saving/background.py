@@ -1,8 +1,8 @@
-"""A save in the background: what it saves is kept in the call, and a thread writes it.
+"""A save in the background: the call copies or holds the arrays, and a thread writes them.
 
-Arrays that may change are copied into one stretch of memory, where they lie on a page as they will
-in the file, so that the disk takes them from there. The memory stays for the next save, marked as
-free: the system takes it back when it needs some. Arrays that can't change are held.
+Arrays that can change are copied into one buffer, with the alignment that they have in the file, so
+that O_DIRECT writes from there. The buffer is kept for the next save and marked as free meanwhile:
+the system takes it back when it runs short. Arrays that can't change are held by a reference.
 
 The threads are not daemons: Python waits for them before it exits.
 """
@@ -40,26 +40,27 @@ if TYPE_CHECKING:
 log = logging.getLogger("mfload")
 
 _PART = 32 << 20  # Bytes of a tensor that a thread copies at once.
-_KEPT_FROM = 32 << 20  # Bytes of a stretch that is kept for later.
+_KEPT_FROM = 32 << 20  # Bytes from which on a buffer is kept for the next save.
 _FREE = 8  # Linux: MADV_FREE.
 
 _pending: dict[str, Work] = {}
 """By the path of the target."""
 _untold: dict[PendingSave, None] = {}
-"""Those that failed, until someone is told."""
+"""Failed saves whose error was not retrieved yet."""
 _spare: list[Bytes] = []
-"""Memory of an earlier save, at most one stretch."""
+"""The buffer of an earlier save, at most one."""
 
 
 class PendingSave(concurrent.futures.Future[Saved]):
-    """A save in the background, which `mfload.save(..., background=True)` returns.
+    """A save in the background, as returned by `mfload.save(..., background=True)`.
 
-    It is a `concurrent.futures.Future`: `result()` waits and returns the `Saved`, or raises what
-    went wrong; `done()`, `exception()` and `add_done_callback()` are there, and
-    `concurrent.futures.wait` and `asyncio.wrap_future` take it. It can't be cancelled.
+    It is a `concurrent.futures.Future` of a `Saved`, with `result()`, `exception()`, `done()` and
+    `add_done_callback()`; `concurrent.futures.wait` and `asyncio.wrap_future` take it. It can't be
+    cancelled. An error that neither `result()` nor `exception()` has returned is raised by the next
+    save of the process, or printed at exit.
 
     Attributes:
-        path: Of the file that is written, or whose name that of the shards begins with.
+        path: Path of the file that is written. Shards and index have names derived from it.
     """
 
     def __init__(self, path: str = "") -> None:
@@ -68,21 +69,43 @@ class PendingSave(concurrent.futures.Future[Saved]):
         self.path = path
 
     def result(self, timeout: float | None = None) -> Saved:
-        """Waits; returns what was saved, or raises the error; TimeoutError after `timeout`."""
+        """Waits for the end of the save and returns what it did.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+
+        Raises:
+            TimeoutError: The save is still pending.
+            MfloadError: The error of the save.
+        """
         try:
             return super().result(timeout)
         finally:
             self._tell()
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Waits; returns the error, or None; raises TimeoutError after `timeout` seconds."""
+        """Waits for the end of the save and returns its error, or None.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+
+        Raises:
+            TimeoutError: The save is still pending.
+        """
         try:
             return super().exception(timeout)
         finally:
             self._tell()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Waits; returns whether it is over, however it ended, within `timeout` seconds."""
+        """Waits for the end of the save, and raises no error of it.
+
+        Args:
+            timeout: Seconds to wait. Default: no limit.
+
+        Returns:
+            Whether the save has ended.
+        """
         return bool(concurrent.futures.wait([self], timeout).done)
 
     def _tell(self) -> None:
@@ -99,7 +122,7 @@ class Work:
         self._thread: threading.Thread | None = None
 
     def claim(self, path: str | os.PathLike[str], timeout: float | None) -> None:
-        """Waits for the save that is pending there, and takes its place (see `take_turn`)."""
+        """Waits for a pending save at the path, then becomes the pending one (see `take_turn`)."""
         deadline = Deadline(timeout)
         self.future.path = path = targets.resolve(path).path
         while (other := _pending.setdefault(path, self)) is not self:
@@ -107,30 +130,34 @@ class Work:
         _raise_untold()
 
     def wait(self, deadline: Deadline) -> None:
-        """Returns when it is over, however it ended."""
+        """Returns when the save has ended, also with an error."""
         path = self.future.path
         if self._thread is threading.current_thread():  # In a function for progress, say.
             raise errors.TargetError("this thread is already saving there", file=path)
         left = None if deadline.seconds is None else max(0.0, deadline.left())
         if not self.future.wait(left):
-            raise deadline.error("waiting for the save in the background", path)
+            raise errors.TargetError(
+                "a save in the background of this process is writing the target",
+                file=path,
+                expected=f"its end within {deadline.seconds} s",
+            )
 
     def start(self, begin: Callable[..., Callable[[], Saved]]) -> PendingSave:
-        """Calls `begin`, which has the arrays kept in a snapshot; a thread does the rest."""
+        """Calls `begin`, which keeps the arrays in a snapshot; starts the thread that writes."""
         snapshot, future = Snapshot(), self.future
         try:
             rest = begin(keep=snapshot.keep)
         except BaseException:
             self._end(snapshot, partial(future.set_exception, concurrent.futures.CancelledError()))
             raise
-        work = [rest]  # In no frame of an error, which would keep what it refers to.
+        work = [rest]  # Popped by the thread: frames of an error must not keep the arrays alive.
         del rest
         name = f"mfload save {os.path.basename(future.path)}"
         thread = self._thread = threading.Thread(
             target=self._finish, name=name, args=(work, snapshot)
         )
         thread.daemon = False
-        # Python no longer waits for threads when it has begun to exit, or can start none.
+        # While Python exits it waits for no new threads, or can't start any: then save here.
         if threading.main_thread().is_alive():
             with contextlib.suppress(RuntimeError):
                 thread.start()
@@ -155,18 +182,18 @@ class Work:
 
     def _end(self, snapshot: Snapshot, settle: Callable[[], None]) -> None:
         snapshot.release()
-        # First: a callback, or who waits, may save there at once.
+        # Before the future is settled: a callback of it may save to the same target.
         if _pending.get(self.future.path) is self:
             del _pending[self.future.path]
         settle()
 
 
 def take_turn(path: str | os.PathLike[str], timeout: float | None) -> None:
-    """Waits for a save that is pending at a path, for one that is not in the background.
+    """Waits for a pending save at a path, before a save in the foreground.
 
     Raises:
-        LoadTimeoutError: It was not over in time.
-        MfloadError: What an earlier save in the background failed with, unless that is known.
+        TargetError: It was not over in time.
+        MfloadError: The error of an earlier save in the background that was not retrieved.
     """
     if other := _pending.get(targets.resolve(path).path):
         other.wait(Deadline(timeout))
@@ -175,8 +202,8 @@ def take_turn(path: str | os.PathLike[str], timeout: float | None) -> None:
 
 def _raise_untold() -> None:
     for each in list(_untold):
-        if (error := each.exception()) is not None:  # Known from now on.
-            error.add_note(f"raised by an earlier save in the background, to {each.path}")
+        if (error := each.exception()) is not None:  # This marks it as retrieved.
+            error.add_note(f"an earlier save in the background failed: that to {each.path}")
             raise error
 
 
@@ -190,10 +217,10 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """The threads that would end them are the parent's."""
+    """Ends pending saves in a child, which has none of the parent's threads."""
     for path, each in _pending.items():
         each.future.__init__(path)
-        message = "the save is the parent process's, which goes on with it"
+        message = "the parent process goes on with the save; this one can't wait for it"
         each.future.set_exception(errors.ProcessError(message, found="a forked child"))
     _pending.clear()
     _untold.clear()
@@ -205,11 +232,11 @@ if hasattr(os, "register_at_fork"):
 
 
 class Snapshot:
-    """Keeps tensors as they are now, for a thread that writes them later.
+    """Copies or holds tensors as they are now, for a thread that writes them later.
 
     Attributes:
-        copied: Bytes that were copied, or brought from devices.
-        held: Bytes of arrays that can't change, in host memory.
+        copied: Bytes that were copied in memory, or from devices.
+        held: Bytes of arrays that can't change and were not copied.
     """
 
     def __init__(self) -> None:
@@ -217,7 +244,10 @@ class Snapshot:
         self._memory: Bytes | None = None
 
     def keep(self, layouts: Sequence[Layout], skip: Collection[str]) -> list[Layout]:
-        """The same layouts, which give the bytes of now, once; those in `skip` stay as they are."""
+        """The same layouts with tensors as they are now, each to be fetched a single time.
+
+        Tensors whose names are in `skip` are left as they are.
+        """
         places: list[list[int | None]] = []
         size = 0
         for made in layouts:
@@ -253,11 +283,11 @@ class Snapshot:
             self.copied += row.nbytes
         if place is not None:
             data = copies.add(place, data)
-        # The list gives it once: what is written goes. The array goes now.
+        # Popped from a list, so that bytes are released when they were written; the array is now.
         return row._replace(where=None, fetch=[data].pop, cut=None)
 
     def release(self) -> None:
-        """Keeps the memory for the next save, if it is large; the system may take it back."""
+        """Keeps a large buffer for the next save, marked as free for the system."""
         memory, self._memory = self._memory, None
         if memory is None or memory.size < _KEPT_FROM:
             return
@@ -269,7 +299,7 @@ class Snapshot:
 
 
 def _take(size: int) -> Bytes | None:
-    """Memory for a snapshot: that of an earlier one, if it is large enough."""
+    """A buffer for a snapshot: that of an earlier one, if it is large enough."""
     if size >= _KEPT_FROM:
         with contextlib.suppress(IndexError):
             if (memory := _spare.pop()).size >= size:
@@ -278,7 +308,7 @@ def _take(size: int) -> Bytes | None:
 
 
 class _Copies:
-    """Copies of bytes that lie one after the other in memory, in parts worth a thread's turn."""
+    """Copies bytes into a buffer by several threads, small neighbours together."""
 
     def __init__(self, memory: Bytes | None) -> None:
         self._memory: Any = memory
@@ -287,7 +317,7 @@ class _Copies:
         self._pieces: list[Bytes] = []
 
     def add(self, place: int, data: Bytes) -> Bytes:
-        """Has bytes copied to a place; returns the copy, which is there after `finish`."""
+        """Copies bytes to a place in the buffer; returns the copy, complete after `finish`."""
         if place != self._end:
             self._put()
             self._first = self._end = place
@@ -300,7 +330,7 @@ class _Copies:
         return self._memory[place : self._end]
 
     def finish(self) -> None:
-        """Returns when all is copied."""
+        """Waits until all is copied."""
         self._put()
         self.writers.drain()
 

@@ -1,4 +1,4 @@
-"""Files that are open for writing: an interrupt loses none, and a forked child holds none."""
+"""Open files of saves: Ctrl-C leaves none open, and a forked child closes its copies."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ _opened: set[weakref.ref[FileIO]] = set()
 
 
 def opened(path: str, flags: int, mode: int = 0o777) -> FileIO:
-    """Opens a file, to be closed with the last reference to it; a forked child closes its copy.
+    """Opens a file. It is closed with the last reference to it, and in forked children.
 
-    Locks last as long as any process has the file open.
+    A lock lasts as long as any process has the file open.
     """
     flags |= getattr(os, "O_CLOEXEC", 0)
-    # In C, as its end is: an interrupt between two lines of Python would lose the number, and one
-    # in a `__del__` is lost itself.
+    # One chain of calls in C: an interrupt between two lines of Python would lose the descriptor.
+    # A FileIO is also closed in C; an interrupt in a `__del__` would be ignored.
     file = next(map(FileIO, map(os.open, (path,), (flags,), (mode,)), ("r+",)))
     _opened.add(weakref.ref(file, _opened.discard))
     return file
 
 
 def closed(file: FileIO | None) -> None:
-    """Closes it. An error says nothing new of a file that was synced, or is given up."""
+    """Closes a file, without an error: it was synced before, or is given up."""
     if file is not None:
         with contextlib.suppress(OSError):
             file.close()
 
 
 def number(file: FileIO | None) -> int:
-    """The number of its descriptor; -1 if it is closed."""
+    """The descriptor of a file; -1 if it is closed."""
     return -1 if file is None or file.closed else file.fileno()
 
 
 def is_at(file: FileIO | None, path: str) -> bool:
-    """Whether an open file is what has that name."""
+    """Whether a path names this open file."""
     try:
         fd = number(file)
         return fd >= 0 and os.path.samestat(os.fstat(fd), os.lstat(path))

@@ -59,14 +59,14 @@ class Draft:
     """A file of known size, made room for at once.
 
     `hidden` is its path if it must have a name before it is published, in the final directory;
-    `shown` is the final path, for errors. `like` is what it takes over from the file that it
-    replaces. Default: owner and permissions of any new file.
+    `shown` is the final path, for errors. `like` has the attributes of the file that it replaces.
+    Default: those of any new file.
 
     Attributes:
         lasting: Whether it has its hidden name from the start and keeps it, unless it is published,
             for a writer that goes on.
         resumed: Whether it was there already.
-        changed: The time of change that the file gets, in nanoseconds. Default: that of its last
+        changed: Modification time that the file gets, in nanoseconds. Default: that of its last
             write.
     """
 
@@ -116,7 +116,7 @@ class Draft:
 
     def _create(self) -> None:
         flags = os.O_RDWR | getattr(os, "O_BINARY", 0)
-        # What was private is never open to others, not even for a moment.
+        # 0600 until it gets the old file's permissions: a private file must not be readable before.
         wanted = 0o666 if self._like is None else 0o600
         if self.lasting:
             self._reopen(flags)
@@ -134,7 +134,7 @@ class Draft:
             self._file = opened(self.hidden, flags | os.O_CREAT | os.O_EXCL, wanted)
             self.named = True
         if lock(self._fd) is False and self.lasting:
-            closed(self._file)  # It is the other's.
+            closed(self._file)  # The other process goes on with it.
             raise errors.TargetError("another process is writing the file", file=self.shown)
 
     def _reopen(self, flags: int) -> None:
@@ -149,7 +149,7 @@ class Draft:
         except FileNotFoundError:
             pass
         except OSError as error:
-            # It had got the permissions of a file that may not be written; or is a symbolic link.
+            # It already had the permissions of a read-only file, or is a symbolic link.
             if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP):
                 raise
             os.unlink(self.hidden)
@@ -165,7 +165,7 @@ class Draft:
         return self.hidden if self.named else f"/proc/self/fd/{self._fd}"
 
     def source(self) -> LocalFile:
-        """What was written, to be read back from the disk as far as the system can.
+        """The draft as a source. Its pages are dropped from the cache, if the system allows it.
 
         Its lock ends, which keeps other descriptors out on SMB; that of the target is held.
         """
@@ -262,7 +262,7 @@ class Draft:
             )
         self._slots.clear()
         if self.changed is not None:
-            with contextlib.suppress(OSError):  # Of another owner, to an earlier writer.
+            with contextlib.suppress(OSError):  # A resumed draft may have another owner.
                 os.utime(self.path, ns=(self.changed, self.changed))
         try:
             if self._like is not None:
@@ -318,13 +318,13 @@ class Draft:
             raise
 
     def is_at(self, path: str) -> bool:
-        """Whether it is what has that name."""
+        """Whether a path names this file."""
         return is_at(self._file, path)
 
     def discard(self) -> None:
         """Lets go of it; unless it was published, the file is gone. Twice does nothing."""
         try:
-            # By what the disk says, too: an interrupt may have come before `named` was set.
+            # Also look at the disk: an interrupt may have come before `named` was set.
             named = self._fd >= 0 and (self.named or self.is_at(self.hidden))
             if named and not self.lasting:
                 with contextlib.suppress(OSError):
@@ -366,7 +366,7 @@ def is_ours(found: os.stat_result) -> bool:
 
 
 class _DraftSource(LocalFile):
-    """A draft as a source: what is open of it is closed with the last reference (see `opened`)."""
+    """A draft as a source, whose open files are closed with the last reference (see `opened`)."""
 
     def open(self, flags: int = 0) -> OpenFile:
         return _OpenDraft(self, flags)
@@ -435,7 +435,7 @@ def open_directory(path: str) -> Generator[int]:
     close = map(os.close, held)
     try:
         try:
-            # In one call, both: see `opened`, which takes no directories.
+            # One call opens and stores it, for the reason in `opened`, which takes no directories.
             held.extend(map(os.open, (path,) if hasattr(os, "O_DIRECTORY") else (), (_DIRECTORY,)))
         except OSError as error:
             raise errors.from_target(error, path, "open the directory") from error

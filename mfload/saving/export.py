@@ -40,7 +40,7 @@ class TensorToSave(NamedTuple):
         given: The dtype of the array, if it is one that safetensors lacks.
         cut: The same as `fetch`, but what lies in another order is copied in parts, when slices of
             them are taken, one after the other.
-        frozen: Whether `fetch` gives the array's own memory, which can't change while that is held.
+        frozen: Whether `fetch` returns the array's own memory, which can't change while it is held.
     """
 
     name: str

@@ -31,7 +31,7 @@ class Journal:
     Attributes:
         found: The hash of each range that an earlier writer of the same drafts wrote; `source` is
             the number of the draft.
-        left: Whether it could not be removed at the end; the next writer does it.
+        left: Whether it could not be removed at the end. The next writer removes it.
     """
 
     def __init__(self, drafts: Sequence[Draft], key: str) -> None:
@@ -90,10 +90,10 @@ class Journal:
         try:
             self._append(line.encode())
         except OSError as error:
-            raise errors.from_target(error, self.path, "note what was written") from error
+            raise errors.from_target(error, self.path, "write to the journal") from error
 
     def _append(self, line: bytes) -> None:
-        """Writes a line, all of it: a part before that of another thread would be another one."""
+        """Writes a whole line, under a lock: lines of several threads must not be mixed."""
         with self._lock:
             while line:
                 done = os.write(number(self._file), line)

@@ -1,6 +1,7 @@
-"""Locks of saves: on a target as long as it is written, on a directory while names change.
+"""Locks of saves: on a target while it is written, on a directory while names in it change.
 
-The kernel drops the lock of a process that dies. Some file systems have no such locks.
+They are `flock`s, which the kernel releases when a process dies. On a file system without `flock`
+nothing is locked.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ from mfload.saving.descriptors import closed, is_at, number, opened
 from mfload.saving.targets import Location
 
 _TICK = 0.01  # Seconds between two tries for a lock.
-_PATIENCE = 600.0  # Seconds for names to be changed by others that save into a directory.
-_TRIES = 100  # On some file systems a name and a descriptor tell of different files.
+_PATIENCE = 600.0  # Seconds to wait while other saves change names in a directory.
+_TRIES = 100  # On some file systems stat and fstat of one file always differ.
 
 _holders: set[tuple[object, ...]] = set()
-"""The locks that are held: process, thread and what is locked; a fork copies it."""
+"""Locks that are held: process (a fork copies the set), thread, and what is locked."""
 
 
 @contextmanager
 def _held(directory: str, name: str = "") -> Generator[None]:
-    """Refuses a second lock of one thread, as of a signal handler: it would wait for itself."""
+    """Refuses a second lock by one thread, in a signal handler: it would wait for itself."""
     try:
         # Not by its path: a directory may have several, through mounts or after a rename.
         found = os.stat(directory)
@@ -49,7 +50,7 @@ def _held(directory: str, name: str = "") -> Generator[None]:
 
 @contextmanager
 def locked(path: str) -> Generator[int]:
-    """Keeps other saves out of a directory, and gives a descriptor of it to sync."""
+    """Locks a directory against other saves; yields its descriptor, to sync it."""
     with files.open_directory(path) as fd, _held(path):
         try:
             end = time.monotonic() + _PATIENCE
@@ -66,30 +67,35 @@ def locked(path: str) -> Generator[int]:
 
 
 def lock_of(place: Location) -> str:
-    """The file that the writer of a target locks; a dead writer's has no lock, only the name."""
+    """The path of the file that the writer of a target locks. It alone is no sign of a writer."""
     return place.at(place.hidden + "lock")
 
 
 @contextmanager
 def only_writer(place: Location, deadline: Deadline | None) -> Generator[None]:
-    """Keeps other writers from a target; waits for the one there is until the deadline."""
+    """Locks a target; waits until the deadline for another writer to finish.
+
+    Raises TargetError if it does not, or at once without a deadline.
+    """
     path = lock_of(place)
     with _held(place.directory, place.name):
         while (held := _took_lock(path, place.path)) is None:
             left = 0.0 if deadline is None else deadline.left()
             if left <= 0:
-                within = "" if deadline is None else f" within {deadline.seconds} s"
+                wanted = "no other writer; a timeout= waits for it to finish"
+                if deadline is not None:
+                    wanted = f"its end within {deadline.seconds} s"
                 raise errors.TargetError(
                     "another process is writing the target, or another thread of this one",
                     file=place.path,
-                    expected=f"its end{within}",
+                    expected=wanted,
                 )
             time.sleep(min(_TICK, left))
         try:
             yield
         finally:
             try:
-                # A forked child has it closed, and removes nothing.
+                # Not in a forked child, which has closed its copy.
                 if is_at(held, path):
                     _remove(path)
             finally:
@@ -98,16 +104,16 @@ def only_writer(place: Location, deadline: Deadline | None) -> Generator[None]:
 
 
 def _took_lock(path: str, target: str) -> FileIO | None:
-    """The file of that name, locked; None if another has it locked.
+    """The file of that name, created if missing, and locked; None if another writer holds the lock.
 
-    On a file system that has no locks the file goes at once.
+    On a file system without locks it is removed again, and returned unlocked.
     """
     flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     for left in reversed(range(_TRIES)):
         try:
             try:
                 file = opened(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
-            except PermissionError as error:  # One that another user left.
+            except PermissionError as error:  # Another user created it.
                 try:
                     # In sticky directories Linux refuses O_CREAT for what is another's.
                     file = opened(path, os.O_RDONLY | flags)
@@ -133,5 +139,5 @@ def _took_lock(path: str, target: str) -> FileIO | None:
 
 
 def _remove(path: str) -> None:
-    with contextlib.suppress(OSError):  # What stays has no lock.
+    with contextlib.suppress(OSError):  # A file that stays is not locked, and harmless.
         os.unlink(path)

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint as a file, which changes together with the data that it is of.
+"""Manifests as files, which change together with the data of their checkpoint.
 
-Two checkpoints of one model have equal headers and sizes, so that an old manifest beside new data
-looks like damage. So the old one goes before the data changes, and the new one, which was written
-before, gets its name after: whatever a kill leaves, no manifest lies beside data of another one.
+Two checkpoints of one model have equal headers and sizes, so an old manifest beside new data would
+look like damage. A kill must not leave that. So the new manifest is written under a hidden name
+first, the old one is taken away before the data changes, and the new one gets its name last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WHOLE = "; the checkpoint itself is whole and in its place, without a manifest"
 
 
 def check_target(path: str, *, overwrite: bool) -> None:
-    """Refuses to write a manifest over anything but a manifest that may be replaced."""
+    """Raises if a manifest may not be written to a path: only a manifest can be replaced."""
     if path.endswith((discovery.SUFFIX, discovery.INDEX_SUFFIX)):
         raise errors.UsageError(
             "a manifest can't take the place of a checkpoint's file",
@@ -51,7 +51,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
 
 
 def is_manifest(path: str) -> bool:
-    """Whether a manifest has that name, also a damaged one; raises TargetError if unknown."""
+    """Whether a file is a manifest, also a damaged one. Raises TargetError if it can't be read."""
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return False
@@ -63,7 +63,7 @@ def is_manifest(path: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise errors.from_target(error, path, "look at the manifest that is there") from error
+        raise errors.from_target(error, path, "read the manifest") from error
 
 
 def _opened(path: str, flags: int) -> int:
@@ -74,7 +74,10 @@ def _opened(path: str, flags: int) -> int:
 def drafted(
     place: Location, name: str, text: bytes | None, like: Attributes | None
 ) -> Generator[Draft | None]:
-    """Writes a manifest, if there is one, to the disk; its hidden name, if any, is of a place."""
+    """Writes a manifest, if there is one, as a draft on disk, which goes unless it is published.
+
+    Its hidden name is one of those of `place`.
+    """
     if text is None:
         yield None
         return
@@ -89,7 +92,7 @@ def drafted(
 
 
 def publish(made: Draft | None, directory: int, *, replace: bool) -> None:
-    """Gives a manifest, if there is one, its name, on disk; the directory is open."""
+    """Gives a drafted manifest, if there is one, its name, and syncs the open directory."""
     if made is None:
         return
     try:
@@ -107,10 +110,10 @@ def replaced(
     directory: int,
     landed: Callable[[], bool],
 ) -> Generator[None]:
-    """Takes old manifests away, and puts a new one in its place after what is done in here.
+    """Renames old manifests to hidden names, runs the body, then publishes the new manifest.
 
-    If that fails and the new data has not `landed`, the old ones are back. The directory is locked
-    and open.
+    The body puts the new data in place. If it fails and the data has not `landed`, the old
+    manifests get their names back. The directory is locked and open.
     """
     away = {place.at(name): place.at(place.hidden + secrets.token_hex(8)) for name in old}
     try:
@@ -121,7 +124,7 @@ def replaced(
             if away:
                 fsync(directory)
         except OSError as error:
-            raise errors.from_target(error, place.path, "take its old manifest away") from error
+            raise errors.from_target(error, place.path, "remove its old manifest") from error
         yield
     except BaseException:
         if not landed():

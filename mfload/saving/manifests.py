@@ -1,17 +1,17 @@
-"""How manifests of checksums are named, and which of them lie at a place.
+"""The names of manifests of checksums, and which manifests belong to a checkpoint.
 
-A manifest has the whole name of what it is for, and `.checksums.json` at its end:
+A manifest has the whole name of its checkpoint, followed by `.checksums.json`:
 
-| of | name |
+| checkpoint | manifest |
 |---|---|
 | a file, such as `ckpt-100.safetensors` or `a.npz` | `ckpt-100.safetensors.checksums.json` |
-| shards, with an index or without | that of the file that they were cut from |
+| shards, with an index or without | as for the file `a.safetensors` that they are shards of |
 | another index, `list.json` | `list.json.checksums.json` |
-| several files in a list | the first one's, how many more, and a hash of their names |
+| several files in a list | the first name, how many more, and a hash of all names |
 | a directory that is read as a whole | `checkpoint.checksums.json` in it |
 
-Only `-00001-of-00002` is the number of a shard. Earlier versions left out endings of formats, and
-numbers too.
+Only `-00001-of-00002` counts as the number of a shard. Earlier versions left out the ending of the
+format, and other numbers too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def named(name: str) -> str:
-    """The name of the manifest of what has this name; a long one is cut, with a hash at its end."""
+    """The name of the manifest of a checkpoint; a long one is cut and ends with a hash."""
     raw, most = os.fsencode(name), LONGEST - len(SUFFIX)
     if len(raw) > most:
         end = f"-{_hash(raw)}"
@@ -52,12 +52,12 @@ def named(name: str) -> str:
 
 
 def as_text(name: str) -> str:
-    """What a manifest calls a file: its name, with escapes for bytes that are not text."""
+    """The name of a file as a manifest has it: with escapes for bytes that are not UTF-8."""
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def saved_as(name: str) -> str:
-    """The name of the checkpoint that a file belongs to: of a shard, and of an index, its set's."""
+    """The name of the checkpoint of a file; for a shard or an index, without number or ending."""
     if name.endswith(INDEX_SUFFIX):
         return name.removesuffix(".index.json")
     shard = _SHARD.fullmatch(name)
@@ -71,7 +71,7 @@ def incomplete(names: Collection[str]) -> bool:
 
 
 def names_of(names: Sequence[str], index: str | None = None, *, whole: bool = False) -> list[str]:
-    """Names that a manifest of these files may have: the one that is written, then others.
+    """Names that a manifest of these files may have: the default, then those that are also read.
 
     Args:
         names: Of the files, relative to their directory.
@@ -96,9 +96,9 @@ def names_of(names: Sequence[str], index: str | None = None, *, whole: bool = Fa
 
 
 def rivals(directory: str, manifest: str, names: Collection[str]) -> list[str]:
-    """Files of other checkpoints in a directory for which earlier versions used a manifest's name.
+    """Files of other checkpoints to which earlier versions gave a manifest of this name, too.
 
-    `names` are those of the own files, and of the index.
+    `names` are the files of the checkpoint itself, and its index.
     """
     ours = {as_text(saved_as(name)) for name in names}
     files = [n for n in _listed(directory) if n.endswith((*FORMATS, INDEX_SUFFIX)) and n[0] != "."]
@@ -107,10 +107,10 @@ def rivals(directory: str, manifest: str, names: Collection[str]) -> list[str]:
 
 
 def lying(directory: str, names: Collection[str], index: str | None = None) -> list[str]:
-    """Names of the manifests in a directory that are of these files, also if of others too.
+    """Names of the manifests in a directory that are for these files, also if for others too.
 
-    These are the ones to remove when the files, which are of one checkpoint, are replaced: a set of
-    shards is no longer what its manifest says if one of them is another.
+    They are removed when the files, all of one checkpoint, are replaced: the manifest of a set of
+    shards no longer holds if one of them is another.
     """
     new = {*map(named, names)}
     old = {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
@@ -137,7 +137,7 @@ def _listed(directory: str) -> list[str]:
 
 
 def is_there(path: str) -> bool:
-    """Whether something has the name of a manifest; raises SourceError if that can't be told."""
+    """Whether a manifest's name is taken; raises SourceError if that is unknown."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -165,11 +165,11 @@ def _files_of(path: str) -> set[str] | None:
         table = strict_json.loads(source.read(0, source.size), path, "manifest")
         return {*table.get("files", ()), *table.get("identity", ())}
     except (errors.MfloadError, AttributeError, TypeError):
-        return None  # Nothing tells.
+        return None  # Unknown.
 
 
 def _old_names(names: Sequence[str], index: str | None = None) -> list[str]:
-    """What earlier versions called the manifest of these files, the last one first."""
+    """Names that earlier versions gave to the manifest of these files, the latest first."""
     if index is not None and index.endswith(INDEX_SUFFIX):
         return [index.removesuffix(INDEX_SUFFIX) + SUFFIX]
     found: list[str] = []

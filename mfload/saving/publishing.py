@@ -1,9 +1,10 @@
 """How the files of a checkpoint get their names: all at once.
 
 - One file over one file, or over nothing, is a link or a rename.
-- Several files over nothing: the index is written first, under a hidden name. When that is on disk,
-  the files get their names; when these are, the index gets its own. Until then no load takes the
-  files for a checkpoint, and the next save removes them (`formats.unfinished`).
+- Several files over nothing: the index is written first, under a hidden name, and synced. Then the
+  files get their names, which are synced; then the index gets its own. Until then a load does not
+  take the files for a checkpoint, and if the writer died, the next save removes them
+  (see `formats.unfinished`).
 - Several files or an index are replaced, where a load follows the index alone:
 
   1. The new files get hidden names, which nothing else has.
@@ -14,8 +15,8 @@
   4. An index that leads to their own names takes the place of the first, and the hidden names go;
      for a single file the index goes too.
 
-A writer that dies leaves the old or the new checkpoint whole; the next writer removes what it left,
-and says so if that had names of its own.
+A writer that dies leaves the old or the new checkpoint whole. The next writer removes leftovers,
+with a note if these are shards with their final names.
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class SaveTarget:
             at = place.at(place.manifest)
             manifest_files.check_target(at, overwrite=True)
             if os.path.lexists(at):
-                what = "an earlier version gave the manifest of another checkpoint this name"
-                raise errors.TargetExistsError(what, file=at, expected="it to be moved")
+                what = "an old manifest of another checkpoint has the name; rename that one"
+                raise errors.TargetExistsError(what, file=at)
         old = old._replace(manifests=frozenset(theirs))
         several = len(names) > 1 or old.sharded
         if place.linked is not None and not several:
@@ -135,13 +136,12 @@ class SaveTarget:
         key: str | None = None,
         deadline: Deadline | None = None,
     ) -> Generator[list[Draft]]:
-        """Makes files of their sizes, invisible; those not published at the end are gone.
+        """Locks the target and makes a draft for each layout; unpublished ones are gone at the end.
 
-        Until then the target has no other writer: if it has one now, its end is waited for until
-        the deadline. Default: a TargetError at once.
+        If another writer has the lock, waits for it until the deadline. Default: raise TargetError.
 
-        With a key, which tells what they will hold, they are lasting (see `Draft`): the same ones
-        for each writer with that key, together with their journal.
+        With a key, which identifies their content, drafts are lasting (see `Draft`): the next
+        writer with the same key gets the same ones, and their journal.
         """
         place, names = self.place, self.place.names(len(layouts))
         hidden = place.at(place.hidden + (key or secrets.token_hex(8)))
@@ -150,7 +150,7 @@ class SaveTarget:
         changed = time.time_ns() if len(names) > 1 else None
         drafts: list[Draft] = []
         _make_directory(place.directory)
-        # No ExitStack: of an interrupt in one a cycle would hold the lock until it is collected.
+        # No ExitStack: after an interrupt in one, a reference cycle would keep the lock.
         with only_writer(place, deadline):
             try:
                 # Under the lock, so that no other save takes a draft with a name for a leftover.
@@ -158,7 +158,7 @@ class SaveTarget:
                     old = self._look(names)
                     self._clear(directory, old.left, ours)
                     if key and not _go_on(paths, layouts):
-                        # First: what it says is of none of the drafts that are made now.
+                        # The journal of other drafts than those that are made now.
                         _remove([journal.name(paths[0])])
                     self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
                     try:
@@ -178,7 +178,7 @@ class SaveTarget:
                     draft.discard()
 
     def _clear(self, directory: int, left: Iterable[str], ours: set[str]) -> None:
-        """Removes what writers left that died; `ours` are paths to keep."""
+        """Removes leftovers of writers that died, except the paths in `ours`."""
         place = self.place
         shards = sorted(name for name in left if not name.startswith(place.hidden))
         _remove_left(map(place.at, shards))
@@ -192,7 +192,7 @@ class SaveTarget:
             )
         if shards:
             self._notes = [f"{'not ' if stay else ''}removed {unfinished.told(stay or shards)}"]
-            # They go first, and their draft when that is on disk: it tells what they are.
+            # Before their draft, by which they are recognised.
             try:
                 files.fsync(directory)
             except OSError as error:
@@ -223,15 +223,15 @@ class SaveTarget:
     ) -> tuple[list[str], list[str]]:
         """Gives the drafts, which are whole and synced, their final names, all at once.
 
-        From the switch on, a failure leaves the new checkpoint. The manifest is the one of these
-        drafts; the one of the old checkpoint goes. Returns the paths of what lies there now, the
-        index last if there is one, and notes for the user.
+        From the switch on, a failure leaves the new checkpoint. `manifest` is that of these drafts,
+        as bytes; manifests of the old checkpoint are removed. Returns the paths of the new files,
+        the index last if there is one, and notes for the user.
         """
         place, names = self.place, self.place.names(len(drafts))
         with locked(place.directory) as directory:
             old = self._look(names)
             theirs = sorted(old.manifests)
-            # None of them is followed: `_look` refuses links into anything but a cache of blobs.
+            # Links into a cache of blobs, which are replaced: `_look` refuses others.
             links = [n for n in {*names, place.index} if os.path.islink(place.at(n))]
             given = place.manifest, manifest, Attributes.of(map(place.at, theirs)) or self.like
             change = _Change(self, directory, drafts, layouts)
@@ -269,7 +269,7 @@ class SaveTarget:
         return list(map(place.at, names)), notes
 
     def placed(self) -> bool:
-        """Whether what was published is there; an interrupt may have come right after."""
+        """Whether the new checkpoint is in place, also if an interrupt came right after."""
         return self._committed or (self._first is not None and self._first.is_at(self.path))
 
     def _put(self, change: _Change, old: Existing, names: Sequence[str]) -> list[str]:
@@ -347,12 +347,12 @@ class _Change:
                 if index is not None and not index.is_at(index.shown):
                     pairs = zip(self.drafts, paths, strict=True)
                     stay = _remove(path for draft, path in pairs if draft.is_at(path))
-                    # What tells whose they are goes after them.
+                    # If shards stay, so does the draft by which they are recognised.
                     index.lasting = bool(stay)
                     with contextlib.suppress(OSError):
                         files.fsync(self.directory)
                 raise
-            # Before the hidden name of the index goes, if it is a second one.
+            # Before the draft's hidden name is removed, which it still has after a link.
             files.fsync(self.directory)
 
     def replace(self, old: Existing, names: Sequence[str]) -> list[str]:

@@ -35,7 +35,7 @@ _SHOWN = 8
 
 Prepare = Callable[[], "tuple[Mapping[str, Any], Mapping[str, str] | None, Seal | None]"]
 Keep = Callable[[Sequence[Layout], Collection[str]], Sequence[Layout]]
-"""Gives layouts whose tensors no longer change, but for those of some names."""
+"""Copies or holds the arrays of layouts, but for some names; returns layouts of what was kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +43,14 @@ class Saved(Printable):
     """What `mfload.save` did; prints well.
 
     Attributes:
-        files: Paths of what lies there now; the index last where there is one.
+        files: Paths of the files of the checkpoint; the index last, if there is one.
         tensors: How many were written.
         bytes: Of all files, headers and their padding counted.
         seconds: From the call to the last name on disk.
         notes: What was decided without being asked for, and which tensors shared memory.
-        blocked: Seconds until the call returned, of a save in the background; None otherwise.
-        copied: Bytes that were copied, or brought from devices, before it returned.
-        held: Bytes of arrays that can't change, which were held instead.
+        blocked: Seconds until the call of a save in the background returned; None for other saves.
+        copied: Bytes of arrays that were copied in memory, or from devices, before it returned.
+        held: Bytes of arrays that can't change, of which a reference was kept instead.
     """
 
     DERIVED = ("gib_per_s",)
@@ -69,6 +69,13 @@ class Saved(Printable):
         """GiB a second, from the call to the last name on disk."""
         return self.bytes / self.seconds / 2**30 if self.seconds else 0.0
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it as plain data, by name; the last three for a save in the background alone."""
+        data = Printable.as_dict(self)
+        if self.blocked is None:
+            del data["blocked"], data["copied"], data["held"]
+        return data
+
     def rows(self) -> list[tuple[str, str]]:
         """Names and values, as they are printed."""
         rows = [
@@ -85,16 +92,16 @@ class Saved(Printable):
 
 
 class Seal(Protocol):
-    """What makes the manifest of a save (see `checking.sealing`)."""
+    """Makes the manifest of a save (see `checking.sealing`)."""
 
     def write(
         self, number: int, draft: Draft, offset: int, pieces: Sequence[Any], *tensor: Any
     ) -> int:
-        """Writes to a draft, as `Draft.write`, and remembers what."""
+        """Writes to a draft, as `Draft.write`, and remembers the hash."""
         ...
 
     def manifest(self, drafts: Sequence[Draft], layouts: Sequence[Layout]) -> bytes | None:
-        """The manifest of drafts that are synced; raises WriteError if they are damaged."""
+        """Reads synced drafts back; returns their manifest, raises WriteError if they differ."""
         ...
 
 
@@ -109,10 +116,10 @@ def begin(
     progress: Progress,
     timeout: float | None,
 ) -> Callable[[], Saved]:
-    """Begins `mfload.save`: what it returns does the rest, also in another thread.
+    """The first part of `mfload.save`; the function that it returns writes, in any thread.
 
-    `prepare` checks arguments and gives arrays, metadata, and a seal if there is to be a manifest.
-    With `keep`, the arrays may change before the rest is done.
+    `prepare` checks arguments and returns arrays, metadata, and a seal if a manifest is wanted.
+    With `keep`, the arrays may change as soon as this returns.
     """
     start = time.perf_counter()
     deadline = None if timeout is None else Deadline(timeout)
@@ -127,7 +134,7 @@ def begin(
     if keep is not None:
         target.place.names(len(layouts))  # Raises if they have none.
         layouts = keep(layouts, ())
-    # No closure: an error's frames would keep it, and what it refers to.
+    # Not a closure, which the frames of an error would keep alive, with the arrays.
     return partial(_write, start, target, layouts, notes, progress, deadline, seal)
 
 

@@ -34,8 +34,8 @@ class Location:
     """A directory and the name of a single file in it.
 
     Attributes:
-        linked: The symbolic link that led here, if one did. Links into a cache of blobs lead
-            nowhere: they are what is replaced.
+        linked: The symbolic link that led here, if one did. A link into a cache of blobs is not
+            followed: it is itself what is replaced.
         whole: Whether the directory was named, not a file in it.
     """
 
@@ -70,10 +70,10 @@ class Location:
         return manifests.named(self.name)
 
     def manifests(self, files: Iterable[str] = ()) -> list[str]:
-        """Names of the manifests that lie here and are of what has this name, or of these files.
+        """Names of the existing manifests of the checkpoint of this name, or of these files.
 
-        The checkpoint under other names than its own, as earlier versions gave them, and single
-        shards have some too, and so has a set of which this is a shard.
+        There may be several: with the names of earlier versions, those of single shards, and that
+        of a set of which this is a shard.
         """
         index = self.index if self.stem else None
         return manifests.lying(self.directory, {self.name, *files}, index)
@@ -84,9 +84,9 @@ class Location:
             return [self.name]
         if not self.stem:
             raise errors.UsageError(
-                "shards need a name to count up from",
+                "shards need a name that an index can list",
                 file=self.path,
-                expected=f"a name in UTF-8 that ends in {SUFFIX}, without ':'",
+                expected=f"a name in UTF-8 that ends in {SUFFIX}, without ':' and backslashes",
                 found=self.name,
             )
         return self.shards(count)
@@ -114,9 +114,10 @@ class Location:
                 raise errors.from_target(error, path, "look at the target") from error
             if stat.S_ISLNK(mode) and not is_cached(path):
                 raise errors.TargetError(
-                    "several files can't be replaced through a symbolic link; name its target",
+                    "a sharded checkpoint can't be replaced through a symbolic link of one of its "
+                    "files; save to the directory that holds them, or remove the checkpoint first",
                     file=path,
-                    expected=place_of(path),
+                    found=f"a link to {place_of(path)}",
                 )
             if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
                 raise errors.TargetError(
@@ -181,8 +182,8 @@ class Existing(NamedTuple):
         sharded: Whether an index, or a complete set of shards without one, is there.
         files: Files of the checkpoint, the index left out, that go when it is replaced.
         kept: Files to which other indexes in the directory lead.
-        left: Files of writers that died, or have not finished: hidden ones, and shards to which
-            the draft of an index leads.
+        left: Files of writers that died or have not finished: hidden ones, and shards of a draft
+            of an index (see `formats.unfinished`).
         doubt: An index that can't be read: it may lead to any file, so that none may go.
         manifests: Names of its manifests, and of those that name a file that is to be written.
     """
@@ -211,7 +212,7 @@ def look(place: Location, coming: Iterable[str] = ()) -> Existing:
     shard = re.compile(re.escape(place.stem) + r"-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
     shards = sorted(filter(shard.fullmatch, names)) if place.stem else []
     indexed = not indexes.isdisjoint(own)
-    # They got their names from a writer that died before the index did: no checkpoint yet.
+    # Shards whose writer has not given their index its name: not a checkpoint yet.
     looked = {*hidden, *shards} if hidden and not indexed else ()
     early = unfinished.shards(place.directory, looked)
     shards = [name for name in shards if name not in early]

@@ -58,11 +58,11 @@ def begin(
     progress: Progress,
     timeout: float | None,
 ) -> Callable[[], Saved]:
-    """Begins to save global arrays of JAX (see `save.begin`); all processes return the same.
+    """The first part of a save of global arrays of JAX (see `save.begin`), in all processes.
 
-    `ranks` are the processes. What `prepare` raises reaches all of them. The first process makes
-    the manifest. While a thread does the rest, loads and saves of several processes that are called
-    later wait for their turn.
+    `ranks` are the processes. An error of `prepare` is raised in all of them. The first process
+    makes the manifest. Loads and saves of several processes that are called later wait for the end
+    of the function that this returns, also if a thread runs it.
 
     Raises:
         ProcessError: Another process failed or is gone, or saves something else.
@@ -105,10 +105,10 @@ def begin(
         prefix = group.gather("making the files", prefix)[group.ranks[0]]
         work: list[Iterable[_Range]] = [_ranges(made, spread, first) for made in layouts]
         if keep is not None:
-            # Parts of global arrays are JAX's, and do not change.
+            # Parts of global arrays can't change, and are held by `work`.
             layouts = keep(layouts, spread if first else held)
             work = [[*_ranges(made, spread, first)] for made in layouts]
-            group.thread = 0  # The caller's may begin another.
+            group.thread = 0  # Another thread goes on: this one may begin another group.
         size = sum(made.size for made in layouts)
         saved = Saved((), len(given), size, 0.0, tuple(widened(given)))
         write = partial(_write_all, group, path, prefix, work, size, progress)
@@ -161,7 +161,7 @@ def _write_all(
     size: int,
     progress: Progress,
 ) -> None:
-    """Writes what this process has to of all drafts; returns when all processes did."""
+    """Writes this process's part of all drafts; returns when all processes have written."""
     written = 0
     with shown(progress, size) as advance:
         for number, ranges in enumerate(work, 1):
@@ -199,7 +199,7 @@ def _global(name: str, array: Any) -> TensorToSave:
 
 
 def _write(hidden: str, ranges: Iterable[_Range], group: agree.ProcessGroup, advance: Any) -> int:
-    """Writes what this process has to of a draft; returns the bytes."""
+    """Writes this process's part of a draft; returns the number of bytes."""
     written, looked = 0, time.monotonic()
     try:
         file = opened(hidden, os.O_RDWR | getattr(os, "O_BINARY", 0))

@@ -118,9 +118,9 @@ def check_engine(source: Source, engine: str) -> None:
 
 
 def check_now(source: Any) -> None:
-    """Raises SourceChangedError if a source is another version by now, though none of it is read.
+    """Raises SourceChangedError if a source is another version by now, by asking in any case.
 
-    A file behind a URL is asked for even if each answer had the version, which is `check` enough.
+    `check` sends no request for a URL if the answers to reads had the right version.
     """
     getattr(source, "check_now", source.check)()
 

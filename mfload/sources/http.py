@@ -181,8 +181,8 @@ class HttpSource:
         self.keeps = True
         self._others = dict[str, dict[str, str]]()  # Headers for hosts that redirects lead to.
         self.unchecked = False  # Whether the file may have changed within an answer.
-        # One of several: its data is asked of the URL itself, since where this led may stay as it
-        # is when all are replaced.
+        # Whether it is one of several files. Its data is requested from the URL itself: where a
+        # redirect led to may stay valid when all files are replaced.
         self.shard = False
 
     def __eq__(self, other: object) -> bool:
@@ -269,9 +269,9 @@ class HttpSource:
                 opened.fill(deque([memoryview(bytearray(1))]), 0, 1)
 
     def check_now(self) -> None:
-        """Raises SourceChangedError if the URL leads to another version by now: asks in any case.
+        """Raises SourceChangedError if the URL leads to another version by now; sends a request.
 
-        For a file of which nothing more is read, while others are read that belong to it.
+        For a file that was read, such as an index, while files that belong to it are read.
         """
         self.target, self.unchecked = self.first, True
         self.check()

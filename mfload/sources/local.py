@@ -44,9 +44,9 @@ def kind_of(mode: int) -> str:
 def place_of(path: str) -> str:
     """Where the data of a file is: symbolic links are followed, except into a cache of blobs.
 
-    Of a link into one (see `is_cached`) the place is its own: the cache gives the blob to others
-    too, under a name that is its hash. The directory is resolved in any case. Nothing is raised:
-    of a loop of links, the place is one of them.
+    A link into such a cache (see `is_cached`) is itself the place, since other links share its
+    blob. The directory is resolved in any case. A loop of links raises nothing: the place is one of
+    them.
     """
     path = resolved(path)
     for _ in range(_MOST_LINKS):
@@ -58,17 +58,17 @@ def place_of(path: str) -> str:
 
 
 def is_cached(path: str) -> bool:
-    """Whether a path is a symbolic link into a cache of blobs, where the content gives the name.
+    """Whether a path is a symbolic link into a cache whose files are named by their content's hash.
 
-    That is: the name of the target has 30 hexadecimal digits in a row (Hugging Face, Ollama, OCI,
-    DVC, git-annex), or its directory is called `blobs`.
+    That is assumed if the name of the link's target has 30 hexadecimal digits in a row (Hugging
+    Face, Ollama, OCI, DVC, git-annex), or its directory is called `blobs`.
     """
     target = _target(resolved(path))
     return target is not None and _is_blob(target)
 
 
 def resolved(path: str) -> str:
-    """The path with its directory resolved; if it is a symbolic link, its own."""
+    """The path with its directory resolved; a symbolic link at the path is not followed."""
     directory, name = os.path.split(path)
     with suppress(ValueError, OSError):  # A null byte; a working directory that is gone.
         directory = os.path.realpath(directory)
@@ -76,7 +76,7 @@ def resolved(path: str) -> str:
 
 
 def _target(path: str) -> str | None:
-    """What a symbolic link names, as an absolute path; None for anything else."""
+    """The target of a symbolic link, as an absolute path; None for anything else."""
     try:
         return resolved(os.path.join(os.path.dirname(path), os.readlink(path)))
     except (OSError, ValueError):
@@ -245,7 +245,7 @@ class OpenFile(ClosedAtEnd):
         if fd >= 0:
             try:  # noqa: SIM105 - faster
                 os.close(fd)
-            except OSError:  # Says nothing of what was read.
+            except OSError:  # It was only read.
                 pass
 
 

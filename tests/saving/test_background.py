@@ -90,6 +90,7 @@ class TestWhatIsSaved:
         plain = mfload.save(given, tmp_path / "b.safetensors")
         assert plain.blocked is None
         assert "blocked" not in str(plain)
+        assert saved.as_dict().keys() - plain.as_dict().keys() == {"blocked", "copied", "held"}
         assert (tmp_path / "a.safetensors").read_bytes() == Path(plain.files[0]).read_bytes()
 
     @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -294,7 +295,7 @@ class TestTurns:
         first = mfload.save({"a": np.ones(3)}, path, background=True, progress=gate)
         assert gate.reached.wait(SECONDS)
         save: Any = partial(mfload.save, {"a": np.zeros(3)}, tmp_path, background=again)
-        with pytest.raises(errors.LoadTimeoutError, match="background"):
+        with pytest.raises(errors.TargetError, match="background"):
             save(timeout=0.05, overwrite=True)
         threading.Timer(0.2, gate.opened.set).start()
         with pytest.raises(errors.TargetExistsError):

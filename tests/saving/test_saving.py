@@ -383,7 +383,7 @@ class TestArguments:
             saved = mfload.save({"w": np.ones(3)}, tmp_path / name)
             assert saved.files == (str(tmp_path / name),)
             assert mfload.load(tmp_path / name, framework="numpy")["w"].sum() == 3
-        with pytest.raises(errors.UsageError, match="count up"):
+        with pytest.raises(errors.UsageError, match="index can list"):
             mfload.save({"a": np.ones(3), "b": np.ones(3)}, tmp_path / "x.dat", max_shard_size=24)
 
     def test_a_name_as_long_as_names_can_be(self, tmp_path: Path) -> None:
