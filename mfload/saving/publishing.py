@@ -378,15 +378,17 @@ class _Change:
         hidden = place.at(f"{place.hidden}{secrets.token_hex(8)}{unfinished.INDEX_END}")
         draft = Draft(hidden, raw.size, path, self.target.like, lasting=True)
         draft.lasting, draft.changed = False, self.drafts[0].changed
+        before = self.committed
         try:
             draft.write(0, [raw])
             draft.sync()
             files.fsync(self.directory)
+            # Ctrl-C may come right after the rename: it is in place unless the disk says it is not.
+            self.committed = True
             yield draft
         finally:
             try:
-                # Ctrl-C may have come right after the rename: the disk knows what is true.
-                self.committed = self.committed or draft.is_at(path)
+                self.committed = before or draft.is_at(path)
             finally:
                 draft.discard()
 
