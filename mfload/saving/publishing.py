@@ -70,10 +70,13 @@ class SaveTarget:
         self._first: Draft | None = None
         self._committed = False
         self._notes: list[str] = []
-        self._look([self.place.name])
+        self._look([self.place.name], locked=False)
 
-    def _look(self, names: Sequence[str]) -> Existing:
-        """What is there; raises if it may not be replaced by files of these names."""
+    def _look(self, names: Sequence[str], *, locked: bool = True) -> Existing:
+        """What is there; raises if it may not be replaced by files of these names.
+
+        Without the directory's lock, what is there may change meanwhile.
+        """
         place, old = self.place, targets.look(self.place)
         if old.found and not self.overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
@@ -89,7 +92,7 @@ class SaveTarget:
                 "a manifest of an earlier checkpoint is there; overwrite=True removes it",
                 file=place.at(theirs[0]),
             )
-        if self.sealed and place.manifest not in theirs:
+        if self.sealed and locked and place.manifest not in theirs:
             at = place.at(place.manifest)
             manifest_files.check_target(at, overwrite=True)
             if os.path.lexists(at):
@@ -383,14 +386,14 @@ class _Change:
             draft.write(0, [raw])
             draft.sync()
             files.fsync(self.directory)
-            # Ctrl-C may come right after the rename: it is in place unless the disk says it is not.
+            # Until the disk denies it: Ctrl-C may come right after the rename.
             self.committed = True
             yield draft
+        except BaseException:
+            self.committed = before or draft.is_at(path)
+            raise
         finally:
-            try:
-                self.committed = before or draft.is_at(path)
-            finally:
-                draft.discard()
+            draft.discard()
 
 
 def _shown(names: Sequence[str]) -> str:
