@@ -319,28 +319,6 @@ def test_what_a_killed_writer_of_a_manifest_left_goes(tmp_path: Path) -> None:
     assert not _hidden(tmp_path)
 
 
-def test_an_interrupt_right_after_the_switch_brings_no_old_manifest_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "model.safetensors"
-    mfload.save(OLD, path, checksums=True, max_shard_size=800)
-    index = f"{path}.index.json"
-    before = os.lstat(index).st_ino
-    real = Draft.is_at
-
-    def is_at(draft: Draft, name: str) -> bool:
-        if name == index and os.lstat(index).st_ino != before:
-            raise KeyboardInterrupt
-        return real(draft, name)
-
-    monkeypatch.setattr(Draft, "is_at", is_at)
-    with pytest.raises(KeyboardInterrupt):
-        mfload.save(NEW, path, checksums=True, max_shard_size=800, overwrite=True)
-    monkeypatch.undo()
-    samples.assert_same(mfload.load(index, "numpy"), NEW)
-    assert mfload.verify(index).ok
-
-
 def test_a_failed_convert_keeps_the_manifest_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
