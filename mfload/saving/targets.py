@@ -204,8 +204,9 @@ def look(place: Location) -> Existing:
         names = frozenset[str]()
     except OSError as error:
         raise errors.from_target(error, place.directory, "list the directory") from error
-    prefix = place.hidden
-    hidden = frozenset(name for name in names if name.startswith(prefix))
+    # A manifest that is written alone has hidden names of its own.
+    prefixes = place.hidden, Location(place.directory, place.manifest).hidden
+    hidden = frozenset(name for name in names if name.startswith(prefixes))
     own = [place.name, place.index] if place.stem else [place.name]
     indexes = {n for n in names if n.endswith(INDEX_SUFFIX) and (n in own or n[0] != ".")}
     shard = re.compile(re.escape(place.stem) + r"-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
