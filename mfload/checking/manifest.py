@@ -200,6 +200,8 @@ def write(
     beside it; the manifest is not written if it raises.
     """
     name = place_of(text_path(path))
+    if "\0" in name:
+        raise errors.UsageError("not a path", expected="the path of a manifest", found=repr(path))
     publishing.write_manifest(name, made.text().encode(), overwrite=overwrite, check=check)
 
 

@@ -31,7 +31,6 @@ from mfload.saving import drafts, locks, publishing
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.targets import Location
 from mfload.sources.local import LocalFile
 
 __all__ = ["memory"]
@@ -191,8 +190,8 @@ class TestExisting:
         real = publishing.targets.look
         looks: list[Any] = []
 
-        def look(place: Location) -> Any:
-            looks.append(real(place))
+        def look(*given: Any) -> Any:
+            looks.append(real(*given))
             if len(looks) == 3:  # The last look, under the lock.
                 (tmp_path / name).write_text("mine")
             return looks[-1]
