@@ -247,6 +247,8 @@ def _leads_to(path: str) -> frozenset[str]:
         table = read_index(sources.find(path))
     except errors.SourceNotFoundError:
         return frozenset()
+    except errors.SourceChangedError:  # By another writer: its index is the one there is.
+        return _leads_to(path)
     metadata = table.get("metadata")
     replaced = metadata.get(REPLACED) if isinstance(metadata, dict) else None
     names = [*table["weight_map"].values(), *(replaced if isinstance(replaced, list) else ())]
