@@ -120,6 +120,7 @@ class Work:
         self.future = PendingSave()
         self._called = time.perf_counter()
         self._thread: threading.Thread | None = None
+        self._taken = threading.Lock()  # By who ends it.
 
     def claim(self, path: str | os.PathLike[str], timeout: float | None) -> None:
         """Waits for a pending save at the path, then becomes the pending one (see `take_turn`)."""
@@ -145,28 +146,35 @@ class Work:
     def start(self, begin: Callable[..., Callable[[], Saved]]) -> PendingSave:
         """Calls `begin`, which keeps the arrays in a snapshot; starts the thread that writes."""
         snapshot, future = Snapshot(), self.future
+        # Popped by the thread: frames of an error must not keep the arrays alive.
+        work: list[Callable[[], Saved]] = []
         try:
-            rest = begin(keep=snapshot.keep)
+            work.append(begin(keep=snapshot.keep))
+            name = f"mfload save {os.path.basename(future.path)}"
+            thread = self._thread = threading.Thread(
+                target=self._finish, name=name, args=(work, snapshot)
+            )
+            thread.daemon = False
+            # While Python exits it waits for no new threads, or can't start any: then save here.
+            if threading.main_thread().is_alive():
+                with contextlib.suppress(RuntimeError):
+                    thread.start()
+            if thread.ident is None:
+                self._thread = threading.current_thread()
+                self._finish(work, snapshot)
         except BaseException:
-            self._end(snapshot, partial(future.set_exception, concurrent.futures.CancelledError()))
+            # Ctrl-C may come before the thread has begun, or after.
+            if self._taken.acquire(blocking=False):
+                work.clear()
+                self._end(
+                    snapshot, partial(future.set_exception, concurrent.futures.CancelledError())
+                )
             raise
-        work = [rest]  # Popped by the thread: frames of an error must not keep the arrays alive.
-        del rest
-        name = f"mfload save {os.path.basename(future.path)}"
-        thread = self._thread = threading.Thread(
-            target=self._finish, name=name, args=(work, snapshot)
-        )
-        thread.daemon = False
-        # While Python exits it waits for no new threads, or can't start any: then save here.
-        if threading.main_thread().is_alive():
-            with contextlib.suppress(RuntimeError):
-                thread.start()
-        if thread.ident is None:
-            self._thread = threading.current_thread()
-            self._finish(work, snapshot)
         return future
 
     def _finish(self, work: list[Callable[[], Saved]], snapshot: Snapshot) -> None:
+        if not self._taken.acquire(blocking=False):
+            return
         blocked, future = time.perf_counter() - self._called, self.future
         try:
             saved = work.pop()()

@@ -180,7 +180,7 @@ class SaveTarget:
     def _clear(self, directory: int, left: Iterable[str], ours: set[str]) -> None:
         """Removes leftovers of writers that died, except the paths in `ours`."""
         place = self.place
-        shards = sorted(name for name in left if not name.startswith(place.hidden))
+        shards = sorted(name for name in left if not name.startswith(unfinished.HIDDEN))
         _remove_left(map(place.at, shards))
         stay = [name for name in shards if os.path.lexists(place.at(name))]
         if stay and not self.overwrite:

@@ -205,8 +205,9 @@ def look(place: Location, coming: Iterable[str] = ()) -> Existing:
         names = frozenset[str]()
     except OSError as error:
         raise errors.from_target(error, place.directory, "list the directory") from error
-    prefix = place.hidden
-    hidden = frozenset(name for name in names if name.startswith(prefix))
+    # A manifest that is written alone has hidden names of its own.
+    prefixes = place.hidden, Location(place.directory, place.manifest).hidden
+    hidden = frozenset(name for name in names if name.startswith(prefixes))
     own = [place.name, place.index] if place.stem else [place.name]
     indexes = {n for n in names if n.endswith(INDEX_SUFFIX) and (n in own or n[0] != ".")}
     shard = re.compile(re.escape(place.stem) + r"-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
@@ -247,6 +248,8 @@ def _leads_to(path: str) -> frozenset[str]:
         table = read_index(sources.find(path))
     except errors.SourceNotFoundError:
         return frozenset()
+    except errors.SourceChangedError:  # By another writer: its index is the one there is.
+        return _leads_to(path)
     metadata = table.get("metadata")
     replaced = metadata.get(REPLACED) if isinstance(metadata, dict) else None
     names = [*table["weight_map"].values(), *(replaced if isinstance(replaced, list) else ())]

@@ -322,6 +322,25 @@ class TestTurns:
             assert isinstance(started.exception(), ValueError)
         assert not background._untold
 
+    @pytest.mark.parametrize("begun", [False, True])
+    def test_an_interrupt_while_the_thread_begins(
+        self, begun: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path, real = tmp_path / "x.safetensors", threading.Thread.start
+
+        def start(thread: threading.Thread) -> None:
+            if begun:
+                real(thread)
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", start)
+            with pytest.raises(KeyboardInterrupt):
+                mfload.save({"x": np.zeros(3)}, path, background=True)
+        mfload.save({"x": np.ones(3)}, path, overwrite=True, timeout=SECONDS)
+        assert mfload.load(path, "numpy")["x"].all()
+        assert os.listdir(tmp_path) == [path.name]
+
     def test_other_targets_do_not_wait(self, tmp_path: Path, gate: Gate) -> None:
         first = mfload.save({"a": np.ones(3)}, tmp_path / "a/", background=True, progress=gate)
         mfload.save({"a": np.ones(3)}, tmp_path / "b/", background=True).result(SECONDS)

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from mfload import errors
-from mfload.saving import publishing
+from mfload import errors, sources
+from mfload.saving import publishing, targets
 from mfload.saving.targets import Location, resolve
 
 
@@ -160,3 +160,22 @@ def test_directories_however_deep_are_made(tmp_path: Path) -> None:
     finally:
         sys.setrecursionlimit(limit)
     assert path.is_dir()
+
+
+def test_an_index_that_another_writer_replaces_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = '{"weight_map": {"a": "model-00001-of-00002.safetensors"}}'
+    index = touch(tmp_path / "model.safetensors.index.json", text)
+    shard = touch(tmp_path / "model-00002-of-00002.safetensors")
+    real, new = sources.find, [touch(tmp_path / "new", text.replace("-00001", "-00002"))]
+
+    def find(path: Any) -> Any:
+        found = real(path)
+        if new:
+            new.pop().replace(index)
+        return found
+
+    monkeypatch.setattr(sources, "find", find)
+    found = targets.look(resolve(tmp_path))
+    assert (found.doubt, found.files) == (None, {shard.name})
