@@ -149,8 +149,8 @@ class Draft:
         except FileNotFoundError:
             pass
         except OSError as error:
-            # It had got the permissions of a file that may not be written; or is a symbolic link.
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP):
+            # It had got the permissions of a file that may not be written; or is a link, a socket.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO):
                 raise
             os.unlink(self.hidden)
         closed(self._file)
