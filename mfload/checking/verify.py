@@ -163,7 +163,8 @@ def verify(
     writes = checksums == "write"
     given, notes, replaced = manifest, [], []
     if manifest is None and checksums != "never":
-        given, notes = _manifest_beside(seen, written=writes)
+        find = partial(_manifest_beside, seen, written=writes)
+        given, notes = how.deadline.bound(find, "reading the manifest", seen.found.name)
     beside, known, target, read_from = given, None, None, None
     if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not None):
         wanted = "a manifest for checksums auto or check, the path of one for write"
@@ -180,7 +181,8 @@ def verify(
         manifests.check_beside(target, names.values(), overwrite=overwrite)
     elif given is not None:
         required = checksums == "check" or manifest is not None
-        known, read_from = _read_manifest(seen, given, notes, required=required)
+        reading = partial(_read_manifest, seen, given, notes, required=required)
+        known, read_from = how.deadline.bound(reading, "reading the manifest", seen.found.name)
     seen.notes += notes
     if known is not None and {"xxh3": not known.hashed, "sha256": not known.files}.get(algorithm):
         raise errors.UsageError(
