@@ -40,6 +40,9 @@ class Seal:
         self.written: dict[Block, str] = {}
         self._tensors, self._files, self._new = tensors, files, new or tensor_hash()
 
+    def __str__(self) -> str:
+        return " and ".join(["of tensors"] * self._tensors + ["of files"] * self._files)
+
     @staticmethod
     def of(checksums: bool | Algorithm) -> Seal:
         """What `save(checksums=)` asks for."""

@@ -102,8 +102,11 @@ def _took_lock(path: str, target: str) -> FileIO | None:
 
     On a file system that has no locks the file goes at once.
     """
-    flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     for left in reversed(range(_TRIES)):
+        flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        # Linux may refuse O_CREAT of another user's file in a sticky directory.
+        if new := not os.path.lexists(path):
+            flags |= os.O_CREAT
         try:
             try:
                 file = opened(path, os.O_RDWR | flags, 0o666)
@@ -114,17 +117,23 @@ def _took_lock(path: str, target: str) -> FileIO | None:
                 except FileNotFoundError:
                     raise error from None
         except OSError as error:
-            action = f"lock the target with {os.path.basename(path)}"
+            if left and os.path.lexists(path) == new:  # It came, or went, meanwhile.
+                continue
+            action = "make files in the target's directory"
+            if not new:
+                action = f"lock the target with {os.path.basename(path)}"
             raise errors.from_target(error, target, action) from error
         free = files.lock(file.fileno())
-        if free and (is_at(file, path) or not left):
+        there = is_at(file, path) or not left
+        if free and there:
             return file
-        closed(file)  # If it was free, its last owner has just removed it.
-        if free is None:
-            _remove(path)
-            return file
+        closed(file)
         if free is False:
             break
+        if there:
+            _remove(path)
+            return file
+        # Its last owner has just removed it; on NFS its lock may fail then (ESTALE).
     return None
 
 

@@ -42,7 +42,9 @@ def check_target(path: str, *, overwrite: bool) -> None:
         return
     except OSError as error:
         raise errors.from_target(error, path, "look at the manifest") from error
-    if not (overwrite and (stat.S_ISREG(mode) or is_cached(path)) and is_manifest(path)):
+    replaced = overwrite and (stat.S_ISREG(mode) or is_cached(path)) and is_manifest(path)
+    # One that is gone was another writer's.
+    if not replaced and os.path.lexists(path):
         what = "the file exists already; overwrite=True replaces it if it is a manifest"
         raise errors.TargetExistsError(what, file=path)
 

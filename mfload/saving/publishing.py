@@ -21,6 +21,7 @@ and says so if that had names of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -77,7 +78,7 @@ class SaveTarget:
 
         Without the directory's lock, what is there may change meanwhile.
         """
-        place, old = self.place, targets.look(self.place)
+        place, old = self.place, targets.look(self.place, names)
         if old.found and not self.overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
             if not old.sharded and place.name not in old.found:
@@ -160,17 +161,17 @@ class SaveTarget:
                         # First: what it says is of none of the drafts that are made now.
                         _remove([journal.name(paths[0])])
                     self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
-                    for path, name, made in zip(paths, names, layouts, strict=True):
-                        given = path, made.size, place.at(name), self.like
-                        try:
+                    try:
+                        for path, name, made in zip(paths, names, layouts, strict=True):
+                            given = path, made.size, place.at(name), self.like
                             drafts.append(Draft(*given, lasting=key is not None))
-                        except BaseException:
-                            for each in drafts:
-                                each.lasting = False
-                            raise
-                        drafts[-1].changed = changed
-                    if drafts[0].named and _swaps(old, names):
-                        self._check_links(drafts[0])
+                            drafts[-1].changed = changed
+                        if drafts[0].named and _swaps(old, names):
+                            self._check_links(drafts[0])
+                    except BaseException:
+                        for each in drafts:
+                            each.lasting = False
+                        raise
                 yield drafts
             finally:
                 for draft in drafts:
@@ -196,7 +197,13 @@ class SaveTarget:
                 files.fsync(directory)
             except OSError as error:
                 raise errors.from_target(error, place.directory, "remove files") from error
-        _remove_left(sorted({place.at(name) for name in left} - ours))
+        hidden = sorted({*map(place.at, left)} - {*map(place.at, shards)} - ours)
+        _remove_left(hidden)
+        if stay := [os.path.basename(path) for path in hidden if os.path.lexists(path)]:
+            self._notes.append(
+                "a save that did not finish left files, which can't be removed; if no process is "
+                f"writing them any more, remove them: {_shown(stay)}"
+            )
 
     def _check_links(self, draft: Draft) -> None:
         """Refuses to replace shards on a file system without hard links, before bytes come."""
@@ -277,6 +284,8 @@ class SaveTarget:
             told = errors.from_target(error, self.path, "put the files in their place")
             if change.committed:
                 told.message += "; the new checkpoint is whole, and loads by its index"
+            elif told.errno == errno.EBUSY:
+                told.message += "; a file that is mounted can't be replaced, mount its directory"
             raise told from (None if told is error else error)
         raise errors.TargetError(
             "cannot replace a sharded checkpoint with an empty one; remove it first",
@@ -386,7 +395,7 @@ class _Change:
             draft.write(0, [raw])
             draft.sync()
             files.fsync(self.directory)
-            # Until the disk denies it: Ctrl-C may come right after the rename.
+            # Ctrl-C may come right after the rename: in place unless the disk says that it is not.
             self.committed = True
             yield draft
         except BaseException:
@@ -434,7 +443,11 @@ def _remove_left(paths: Iterable[str]) -> None:
                 os.unlink(path)
                 continue
             # The open of a FIFO would wait for a writer.
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            flags = getattr(os, "O_NONBLOCK", 0)
+            try:  # NFS and SMB lock only what is open for writing.
+                fd = os.open(path, os.O_RDWR | flags)
+            except PermissionError:
+                fd = os.open(path, os.O_RDONLY | flags)
             try:
                 if files.lock(fd):
                     os.unlink(path)

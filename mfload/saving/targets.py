@@ -70,10 +70,10 @@ class Location:
         return manifests.named(self.name)
 
     def manifests(self, files: Iterable[str] = ()) -> list[str]:
-        """Names of the manifests that lie here and hold for what has this name, and these files.
+        """Names of the manifests that lie here and are of what has this name, or of these files.
 
         The checkpoint under other names than its own, as earlier versions gave them, and single
-        shards have some too.
+        shards have some too, and so has a set of which this is a shard.
         """
         index = self.index if self.stem else None
         return manifests.lying(self.directory, {self.name, *files}, index)
@@ -184,7 +184,7 @@ class Existing(NamedTuple):
         left: Files of writers that died, or have not finished: hidden ones, and shards to which
             the draft of an index leads.
         doubt: An index that can't be read: it may lead to any file, so that none may go.
-        manifests: Names of its manifests.
+        manifests: Names of its manifests, and of those that name a file that is to be written.
     """
 
     found: list[str]
@@ -196,8 +196,8 @@ class Existing(NamedTuple):
     manifests: frozenset[str] = frozenset()
 
 
-def look(place: Location) -> Existing:
-    """Looks at what lies at a place."""
+def look(place: Location, coming: Iterable[str] = ()) -> Existing:
+    """Looks at what lies at a place; `coming` are names of the files that are to be written."""
     try:
         names = frozenset(os.listdir(place.directory))
     except FileNotFoundError:  # It will be made.
@@ -236,7 +236,7 @@ def look(place: Location) -> Existing:
     left = hidden.union(early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
     some = any(name.endswith(manifests.SUFFIX) for name in names)
-    theirs = frozenset(place.manifests(files) if some else ())
+    theirs = frozenset(place.manifests({*files, *early, *coming}) if some else ())
     return Existing(found, indexed or bool(placed), files, kept, left, doubt, theirs)
 
 

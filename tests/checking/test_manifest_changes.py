@@ -319,6 +319,26 @@ def test_what_a_killed_writer_of_a_manifest_left_goes(tmp_path: Path) -> None:
     assert not _hidden(tmp_path)
 
 
+def test_an_interrupt_right_after_the_switch_brings_no_old_manifest_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    mfload.save(OLD, path, checksums=True, max_shard_size=800)
+    index, real = f"{path}.index.json", Draft.publish
+
+    def publish(draft: Draft, name: str, **options: Any) -> None:
+        real(draft, name, **options)
+        if name == index:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "publish", publish)
+        with pytest.raises(KeyboardInterrupt):
+            mfload.save(NEW, path, checksums=True, max_shard_size=800, overwrite=True)
+    samples.assert_same(mfload.load(index, "numpy"), NEW)
+    assert mfload.verify(index).ok
+
+
 def test_a_failed_convert_keeps_the_manifest_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,6 +486,22 @@ def test_sums_of_data_that_was_replaced_are_not_written(
     monkeypatch.undo()
     assert mfload.verify(path, checksums="check").ok
     assert not _hidden(tmp_path)
+
+
+def test_a_manifest_that_another_writer_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    mfload.save(OLD, path, checksums=True)
+    real = manifest_files.is_manifest
+
+    def late(name: str) -> bool:
+        Path(name).unlink(missing_ok=True)
+        return real(name)
+
+    monkeypatch.setattr(manifest_files, "is_manifest", late)
+    assert mfload.verify(path, checksums="write", overwrite=True).ok
+    assert mfload.verify(path, checksums="check").ok
 
 
 def test_a_replaced_checkpoint_is_not_called_damaged(

@@ -96,6 +96,18 @@ def test_all_of_it_is_taken_over(
     assert len(made.files) > 3 or call != "shards"
 
 
+def test_what_lies_beside_the_weights_keeps_its_permissions(tmp_path: Path) -> None:
+    source, target = tmp_path / "from", tmp_path / "to"
+    for number, arrays in enumerate((OLD, NEW)):
+        mfload.save(arrays, source / "model.safetensors", overwrite=True)
+        (source / "config.json").write_text(f"{number}")
+        mfload.convert(source, f"{target}/", overwrite=True)
+        for path in () if number else target.iterdir():
+            path.chmod(0o600)
+    assert (target / "config.json").read_text() == "1"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()] == [0o600, 0o600]
+
+
 def test_a_default_list_of_the_directory_grants_nothing_new(tmp_path: Path) -> None:
     target = tmp_path / "model.safetensors"
     mfload.save(OLD, target)
