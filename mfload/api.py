@@ -735,8 +735,8 @@ def save(
         checksums: Whether to read the files back from the disk, compare them, and publish them
             with a manifest of checksums beside them; or which: "xxh3", "sha256" or "both".
         overwrite: Whether an existing checkpoint is replaced: the file, the index, the shards
-            that it names (without an index, one complete set of them), and its manifest. Other
-            files are never touched; the notes name those that were removed. What a
+            that it names (without an index, one complete set of them), and manifests that name any
+            of these. Other files are never touched; the notes name those that were removed. What a
             killed save left is removed either way.
         progress: True for a bar, or a function of (bytes done, bytes in all).
         timeout: Seconds from the call on, within which another writer of the target is waited for.

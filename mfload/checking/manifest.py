@@ -279,6 +279,7 @@ def find(
 
 def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
     """Refuses to write a manifest of these files where one may not be replaced by it."""
+    path = place_of(path)  # As `write` does.
     manifest_files.check_target(path, overwrite=overwrite)
     rivals = manifests.rivals(*os.path.split(path), names)
     if rivals and os.path.lexists(path):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from mfload import errors, sources
 from mfload.checking import headers, manifest as manifests, published, scan as scanning
@@ -159,38 +159,10 @@ def verify(
     seen = how.deadline.bound(
         lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
     )
-    names = manifests.relative_names(seen.found.names, seen.found.index_file)
     writes = checksums == "write"
-    given, notes, replaced = manifest, [], []
-    if manifest is None and checksums != "never":
-        find = partial(_manifest_beside, seen, written=writes)
-        given, notes = how.deadline.bound(find, "reading the manifest", seen.found.name)
-    beside, known, target, read_from = given, None, None, None
-    if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not None):
-        wanted = "a manifest for checksums auto or check, the path of one for write"
-        raise errors.UsageError("the manifest is not used", expected=wanted, found=repr(given))
-    if (writes and is_source(given)) or (given is None and checksums in ("write", "check")):
-        what = "no manifest can lie beside this checkpoint, or be written there"
-        what = "; ".join([what, *notes])
-        raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
-    if writes:
-        target = manifests.text_path(given)
-        replaced = manifests.older(**_searched(seen)) if manifest is None else []
-        for each in replaced:
-            manifest_files.check_target(each, overwrite=overwrite)
-        manifests.check_beside(target, names.values(), overwrite=overwrite)
-    elif given is not None:
-        required = checksums == "check" or manifest is not None
-        reading = partial(_read_manifest, seen, given, notes, required=required)
-        known, read_from = how.deadline.bound(reading, "reading the manifest", seen.found.name)
-    seen.notes += notes
-    if known is not None and {"xxh3": not known.hashed, "sha256": not known.files}.get(algorithm):
-        raise errors.UsageError(
-            "the manifest has no checksums of this algorithm",
-            file=known.path,
-            expected="algorithm='both', which compares what there is",
-            found=algorithm,
-        )
+    choose = partial(_chosen, seen, manifest, checksums, algorithm, overwrite=overwrite)
+    chosen = how.deadline.bound(choose, "reading the manifest", seen.found.name)
+    known = chosen.known
     of_tensors &= known is None or known.hashed
     by_file = of_files and (writes or known is not None)
     expected, differing = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
@@ -248,25 +220,16 @@ def verify(
         if other is not None and comparison is not None:
             _compare(seen, other, comparison, how, advance)
     if seen.problems:
-        at = [*seen.sources, seen.found.index, read_from]
+        at = [*seen.sources, seen.found.index, chosen.read_from]
         look = partial(_replaced, list(filter(None, at)))
         seen.problems[:] = how.deadline.bound(look, "looking again") or seen.problems
+    target = chosen.target
     if target is not None and seen.problems:
         seen.notes.append("no manifest was written, since there are problems")
         target = None
     elif target is not None:
-        entries = {
-            names[source.name]: FileEntry(source.size, digests[number])
-            for number, source in enumerate(seen.sources)
-            if of_files
-        }
-        numbers = range(len(seen.sources))
-        identity = manifests.identify(numbers, seen.sources, seen.tensors)
-        by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
-        made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
-        check = partial(scanning.check_unchanged, seen.sources, numbers, how)
-        manifests.write(made, target, overwrite=overwrite, check=check)
-        seen.notes += _removed(replaced)
+        _write(seen, target, digests, of_tensors, of_files, how, overwrite=overwrite)
+        seen.notes += _removed(chosen.replaced)
     checked = {
         "headers": True,
         "index": seen.found.index_file is not None,
@@ -276,7 +239,7 @@ def verify(
         "against": other is not None,
     }
     if checksums == "auto" and not (digests or known or other or seen.problems):
-        at = "" if beside is None else f" at {getattr(beside, 'name', beside)}"
+        at = "" if chosen.beside is None else f" at {chosen.beside}"
         how_to = "checksums='write' makes one"
         seen.notes.append(f"there is no manifest{at}: {how_to}")
     columns = seen.tensors.columns
@@ -292,6 +255,60 @@ def verify(
         time.perf_counter() - start,
         target if known is None else known.path,
     )
+
+
+class _Chosen(NamedTuple):
+    """The manifest that a checkpoint is compared with, or the path of the one that is written.
+
+    Attributes:
+        read_from: Where `known` was read from.
+        replaced: Paths of those that go when one is written.
+        beside: Where one would lie.
+    """
+
+    known: Manifest | None = None
+    target: str | None = None
+    read_from: Source | None = None
+    replaced: Sequence[str] = ()
+    beside: str | None = None
+
+
+def _chosen(
+    seen: Headers, manifest: Any, checksums: str, algorithm: str, *, overwrite: bool
+) -> _Chosen:
+    writes, given, notes = checksums == "write", manifest, list[str]()
+    if manifest is None and checksums != "never":
+        given, notes = _manifest_beside(seen, written=writes)
+    if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not None):
+        wanted = "a manifest for checksums auto or check, the path of one for write"
+        raise errors.UsageError("the manifest is not used", expected=wanted, found=repr(given))
+    if (writes and is_source(given)) or (given is None and checksums in ("write", "check")):
+        what = "no manifest can lie beside this checkpoint, or be written there"
+        what = "; ".join([what, *notes])
+        raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
+    if writes:
+        target = manifests.text_path(given)
+        replaced = manifests.older(**_searched(seen)) if manifest is None else []
+        for each in replaced:
+            manifest_files.check_target(each, overwrite=overwrite)
+        names = manifests.relative_names(seen.found.names, seen.found.index_file)
+        manifests.check_beside(target, names.values(), overwrite=overwrite)
+        seen.notes += notes
+        return _Chosen(target=target, replaced=replaced)
+    known = read_from = None
+    if given is not None:
+        required = checksums == "check" or manifest is not None
+        known, read_from = _read_manifest(seen, given, notes, required=required)
+    seen.notes += notes
+    if known is not None and {"xxh3": not known.hashed, "sha256": not known.files}.get(algorithm):
+        raise errors.UsageError(
+            "the manifest has no checksums of this algorithm",
+            file=known.path,
+            expected="algorithm='both', which compares what there is",
+            found=algorithm,
+        )
+    beside = None if given is None else str(getattr(given, "name", given))
+    return _Chosen(known, read_from=read_from, beside=beside)
 
 
 def _searched(seen: Headers) -> dict[str, Any]:
@@ -369,6 +386,31 @@ def _of_other_data(
     left = [each for each in differing if each.file in numbers and each.file not in others]
     left = [] if seen.found.directory is not None else left  # It is written as a whole.
     return [Problem(OTHER_DATA, file, None, expected, found), *left]
+
+
+def _write(
+    seen: Headers,
+    target: str,
+    digests: Mapping[Any, str],
+    of_tensors: bool,
+    of_files: bool,
+    how: LoadOptions,
+    *,
+    overwrite: bool,
+) -> None:
+    """Writes the manifest of what was hashed, unless the files were replaced meanwhile."""
+    names = manifests.relative_names(seen.found.names, seen.found.index_file)
+    entries = {
+        names[source.name]: FileEntry(source.size, digests[number])
+        for number, source in enumerate(seen.sources)
+        if of_files
+    }
+    numbers = range(len(seen.sources))
+    identity = manifests.identify(numbers, seen.sources, seen.tensors)
+    by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
+    made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
+    check = partial(scanning.check_unchanged, seen.sources, numbers, how)
+    manifests.write(made, target, overwrite=overwrite, check=check)
 
 
 def _replaced(given: Sequence[Source]) -> list[Problem]:

@@ -165,7 +165,11 @@ class Draft:
         return self.hidden if self.named else f"/proc/self/fd/{self._fd}"
 
     def source(self) -> LocalFile:
-        """What was written, to be read back from the disk as far as the system can."""
+        """What was written, to be read back from the disk as far as the system can.
+
+        Its lock ends, which keeps other descriptors out on SMB; that of the target is held.
+        """
+        unlock(self._fd)
         if hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -267,8 +271,6 @@ class Draft:
         except OSError as error:
             raise self._failed(error, "write to the disk") from error
         closed(self._past_cache)
-        # On SMB it can't be read back, nor loaded, until then. The target's lock is still held.
-        unlock(self._fd)
 
     def link(self, path: str) -> None:
         """Gives the file a name, or one more, if nothing has that name."""

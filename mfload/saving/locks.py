@@ -102,25 +102,20 @@ def _took_lock(path: str, target: str) -> FileIO | None:
 
     On a file system that has no locks the file goes at once.
     """
+    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     for left in reversed(range(_TRIES)):
-        flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-        # Linux may refuse O_CREAT of another user's file in a sticky directory.
-        if new := not os.path.lexists(path):
-            flags |= os.O_CREAT
         try:
             try:
-                file = opened(path, os.O_RDWR | flags, 0o666)
+                file = opened(path, os.O_RDWR | os.O_CREAT | flags, 0o666)
             except PermissionError as error:  # One that another user left.
                 try:
                     # In sticky directories Linux refuses O_CREAT for what is another's.
-                    file = opened(path, os.O_RDONLY | flags & ~os.O_CREAT)
+                    file = opened(path, os.O_RDONLY | flags)
                 except FileNotFoundError:
                     raise error from None
         except OSError as error:
-            if left and os.path.lexists(path) == new:  # It came, or went, meanwhile.
-                continue
             action = "make files in the target's directory"
-            if not new:
+            if os.path.lexists(path):
                 action = f"lock the target with {os.path.basename(path)}"
             raise errors.from_target(error, target, action) from error
         free = files.lock(file.fileno())

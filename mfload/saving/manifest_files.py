@@ -20,6 +20,7 @@ from mfload import errors
 from mfload.formats import discovery
 from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft, fsync
+from mfload.saving.manifests import SUFFIX
 from mfload.saving.targets import Location
 from mfload.sources.local import is_cached
 
@@ -55,7 +56,10 @@ def is_manifest(path: str) -> bool:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return False
         with open(path, "rb", opener=_opened) as file:
-            return _MARK.match(file.read(_HEAD)) is not None
+            head = file.read(_HEAD)
+            # A loss of power may leave a name without its bytes.
+            lost = path.endswith(SUFFIX) and not head.strip(b"\0")
+            return lost or _MARK.match(head) is not None
     except FileNotFoundError:
         return False
     except OSError as error:

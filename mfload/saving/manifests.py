@@ -113,15 +113,18 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
     shards is no longer what its manifest says if one of them is another.
     """
     new = {*map(named, names)}
-    others = {named(_WHOLE), *(named(saved_as(name)) for name in names)}
-    others |= {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
-    others |= {n for n in _listed(directory) if _LIST.fullmatch(n)}
+    old = {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
+    several = {named(_WHOLE), *(named(saved_as(name)) for name in names)}
+    several |= {n for n in _listed(directory) if _LIST.fullmatch(n)}
     found: list[str] = []
-    for name in sorted(new | others):
+    for name in sorted(new | old | several):
         if not _is_file(os.path.join(directory, name)):
             continue
         own = name in new and not rivals(directory, name, [*names, index or ""])
-        if own or _is_of(directory, name, names, index):
+        known = None if own else _files_of(os.path.join(directory, name))
+        if known == set() and name in old:  # It does not say.
+            own = not incomplete(names) and not rivals(directory, name, [*names, index or ""])
+        if own or (known and not known.isdisjoint(map(as_text, names))):
             found.append(name)
     return found
 
@@ -153,20 +156,16 @@ def _is_file(path: str) -> bool:
         raise errors.from_target(error, path, "look at the manifest") from error
 
 
-def _is_of(directory: str, manifest: str, names: Collection[str], index: str | None) -> bool:
-    """Whether a manifest is of these files, or some of them, by the files that it names."""
-    path = os.path.join(directory, manifest)
+def _files_of(path: str) -> set[str] | None:
+    """The files that a manifest names; None if it can't be read."""
     try:
         source = sources.find(path)
         if source.size > MAX_SIZE:
-            return False
+            return None
         table = strict_json.loads(source.read(0, source.size), path, "manifest")
-        files = {*table.get("files", ()), *table.get("identity", ())}
+        return {*table.get("files", ()), *table.get("identity", ())}
     except (errors.MfloadError, AttributeError, TypeError):
-        return False  # Nothing tells.
-    if files:
-        return not files.isdisjoint(map(as_text, names))
-    return not incomplete(names) and not rivals(directory, manifest, [*names, index or ""])
+        return None  # Nothing tells.
 
 
 def _old_names(names: Sequence[str], index: str | None = None) -> list[str]:

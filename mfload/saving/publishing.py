@@ -284,6 +284,8 @@ class SaveTarget:
             told = errors.from_target(error, self.path, "put the files in their place")
             if change.committed:
                 told.message += "; the new checkpoint is whole, and loads by its index"
+            elif change.landed():
+                told.message += "; the new file is there, whole, but a loss of power may undo that"
             elif told.errno == errno.EBUSY:
                 told.message += "; a file that is mounted can't be replaced, mount its directory"
             raise told from (None if told is error else error)

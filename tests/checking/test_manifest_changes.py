@@ -215,6 +215,31 @@ def test_a_file_that_is_no_manifest_stays(tmp_path: Path) -> None:
     assert at.read_text() == "{}"
 
 
+@pytest.mark.parametrize("left", [b"", bytes(9000)])
+@pytest.mark.parametrize("checksums", [False, True])
+def test_a_manifest_whose_bytes_were_lost_is_replaced(
+    checksums: bool, left: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "model.safetensors"
+    mfload.save(OLD, path, checksums=True)
+    _manifest(tmp_path).write_bytes(left)
+    assert not mfload.verify(path).ok
+    mfload.save(NEW, path, overwrite=True, checksums=checksums)
+    assert mfload.verify(path).ok
+    assert _manifest(tmp_path).exists() == checksums
+
+
+def test_a_link_to_a_manifest_is_followed(tmp_path: Path) -> None:
+    path, kept, link = (tmp_path / name for name in ("model.safetensors", "kept.json", "link.json"))
+    mfload.save(OLD, path)
+    link.symlink_to(kept)
+    for data in (OLD, NEW):
+        mfload.save(data, path, overwrite=True)
+        assert mfload.verify(path, checksums="write", manifest=link, overwrite=True).ok
+        assert link.is_symlink()
+        assert mfload.verify(path, manifest=kept).ok
+
+
 def test_other_data_is_not_damage(tmp_path: Path) -> None:
     path, at = tmp_path / "model.safetensors", tmp_path / "model.safetensors.checksums.json"
     for algorithm in ("xxh3", "sha256", "both"):

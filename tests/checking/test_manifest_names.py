@@ -333,6 +333,15 @@ def test_the_manifest_of_several_files_goes_with_one(
     assert found.manifest is None
 
 
+def test_an_old_manifest_that_names_no_files_is_in_no_way(tmp_path: Path) -> None:
+    """It may be of the whole directory."""
+    old = tmp_path / "checkpoint.checksums.json"
+    old.write_text('{"mfload_checksums": 1, "algorithm": "xxh3_128", "tensors": {}}')
+    mfload.save(_arrays(), tmp_path / "a.safetensors")
+    mfload.save(_arrays(), tmp_path / "a.safetensors", overwrite=True)
+    assert old.exists()
+
+
 @pytest.mark.parametrize("before", ["nothing", "a file"])
 def test_no_manifest_of_an_earlier_shard_lies_by_a_new_one(before: str, tmp_path: Path) -> None:
     arrays = {name: np.full(5, n) for n, name in enumerate("ab")}

@@ -317,7 +317,7 @@ def test_a_lock_that_may_not_be_made_anew(target: Path, monkeypatch: pytest.Monk
         return real(path, flags, *mode)
 
     monkeypatch.setattr(locks, "opened", refusing)
-    with pytest.raises(errors.TargetError, match="sticky") as caught:
+    with pytest.raises(errors.TargetError, match="could not make files") as caught:
         mfload.save(NEW, target)
     assert caught.value.errno == errno.EACCES
     lock_of(target).touch()
