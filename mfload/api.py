@@ -252,7 +252,7 @@ def load(
             deadline,
             report=report,
             progress=progress,
-            check=None if verify is None else partial(_manifest_check, verify),
+            check=None if verify is None else partial(_manifest_check, verify, deadline),
         )
     start = time.perf_counter()
     if report is not None:
@@ -268,7 +268,8 @@ def load(
     loader = Loader(index, sources, adapter, how)
     check = observer = None
     if verify is not None:
-        check = _manifest_check(verify, index, sources, [request.info for request in requests])
+        infos = [request.info for request in requests]
+        check = _manifest_check(verify, how.deadline, index, sources, infos)
         observer = check.observer
     if report is not None:
         report.add_stage("headers", start, read)
@@ -932,10 +933,11 @@ def _choose(
 
 def _manifest_check(
     verify: str | os.PathLike[str] | Manifest,
+    deadline: Deadline,
     index: Index,
     sources: Sequence[Source],
     infos: Sequence[TensorInfo],
 ) -> ManifestCheck:
     from mfload.checking.checksums import ManifestCheck
 
-    return ManifestCheck(verify, index, sources, infos)
+    return ManifestCheck(verify, index, sources, infos, deadline)

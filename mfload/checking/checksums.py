@@ -25,6 +25,8 @@ from mfload.formats.base import Checksum
 from mfload.formats.strict_json import brief
 from mfload.index import Index, Piece, TensorInfo
 from mfload.report import Report
+from mfload.runtime import Deadline
+from mfload.sources import shown
 from mfload.sources.base import Source
 
 _PART = 256 << 10  # Bytes that are inflated at once, and made at once.
@@ -221,9 +223,14 @@ class ManifestCheck:
         index: Index,
         sources: Sequence[Source],
         tensors: Sequence[TensorInfo],
+        deadline: Deadline,
     ) -> None:
         self._index, self._sources, self._tensors = index, sources, tensors
-        self._manifest = manifest if isinstance(manifest, Manifest) else Manifest.read(manifest)
+        self._deadline = deadline
+        if not isinstance(manifest, Manifest):
+            read = partial(Manifest.read, manifest)
+            manifest = deadline.bound(read, "reading the manifest", shown(manifest))
+        self._manifest = manifest
         if not self._manifest.hashed:
             raise errors.UsageError(
                 "the manifest has no checksums of tensors",
@@ -256,7 +263,8 @@ class ManifestCheck:
             )
 
     def _refuse(self, offenders: Sequence[Offender]) -> None:
-        refuse(offenders, len(self._tensors), self._manifest, self._index, self._sources)
+        given = self._manifest, self._index, self._sources, self._deadline
+        refuse(offenders, len(self._tensors), *given)
 
 
 def refuse(
@@ -265,6 +273,7 @@ def refuse(
     manifest: Manifest,
     index: Index,
     sources: Sequence[Source],
+    deadline: Deadline,
 ) -> None:
     """Raises ChecksumError if any of `total` tensors differs from its manifest.
 
@@ -273,9 +282,13 @@ def refuse(
     if not offenders:
         return
     numbers = sorted({info.pieces[0].source for info, *_ in offenders})
-    for number in numbers:
-        sources[number].check()
-    for file, (expected, found) in manifests.others(manifest, numbers, sources, index).items():
+
+    def others() -> dict[str, tuple[str, str]]:
+        for number in numbers:
+            sources[number].check()
+        return manifests.others(manifest, numbers, sources, index)
+
+    for file, (expected, found) in deadline.bound(others, "reading headers").items():
         raise errors.ChecksumError(OTHER_DATA, file=file, expected=expected, found=found)
     named = [index.files[info.pieces[0].source] for info, *_ in offenders]
     first, expected, found = offenders[0]

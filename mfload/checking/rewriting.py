@@ -210,7 +210,7 @@ class _Rewrite:
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
             if known is not None and compared:
                 offenders = [*known.differences(rows, hasher.digests())]
-                refuse(offenders, len(rows), known, index, sources)
+                refuse(offenders, len(rows), known, index, sources, how.deadline)
             return seal.manifest(drafts, self.layouts, how, advance), notes
 
 

@@ -162,7 +162,8 @@ def verify(
         lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
     )
     writes = checksums == "write"
-    chosen = _chosen(seen, manifest, checksums, algorithm, overwrite=overwrite)
+    choose = partial(_chosen, seen, manifest, checksums, algorithm, overwrite=overwrite)
+    chosen = how.deadline.bound(choose, "reading the manifest", seen.found.name)
     known = chosen.known
     of_tensors &= known is None or known.hashed
     by_file = of_files and (writes or known is not None)

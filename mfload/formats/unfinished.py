@@ -28,28 +28,33 @@ INDEX_END = "-index"
 _NUMBERS = re.compile(r"-\d+-of-\d+" + re.escape(SUFFIX))
 _SHOWN = 3
 
+_Mark = tuple[int, int]
+
 
 def shards(directory: str, names: Collection[str]) -> list[str]:
     """The names in a directory that are shards whose index has not got its name yet."""
+    drafts = [name for name in names if name.startswith(HIDDEN) and name.endswith(INDEX_END)]
+    # Compared before anything is read: there could be many drafts, and large ones.
+    alike: dict[_Mark | None, list[str]] = collections.defaultdict(list)
+    for name in names if drafts else ():
+        if name.endswith(SUFFIX) and name[0] != ".":
+            alike[_mark(os.path.join(directory, name))].append(name)
     found: set[str] = set()
-    for name in names:
-        if name.startswith(HIDDEN) and name.endswith(INDEX_END):
+    for draft in drafts:
+        mark = _mark(os.path.join(directory, draft))
+        if mark is not None and mark in alike:
             # A draft that can't be read, or was renamed meanwhile, leads to none.
-            with contextlib.suppress(OSError, errors.SourceError, errors.FormatError):
-                found |= _shards(directory, name, names)
+            with contextlib.suppress(errors.SourceError, errors.FormatError):
+                found |= _shards(directory, draft, alike[mark], names)
     return sorted(found)
 
 
-def _shards(directory: str, draft: str, names: Collection[str]) -> set[str]:
-    path = os.path.join(directory, draft)
-    mark = _mark(path)
-    # Compared first: reading all drafts that anything might have put there could take long.
-    shards = [name for name in names if name.endswith(SUFFIX) and name[0] != "."]
-    shards = [name for name in shards if _mark(os.path.join(directory, name)) == mark]
-    if mark is None or not shards:
-        return set()
+def _shards(
+    directory: str, draft: str, shards: Collection[str], names: Collection[str]
+) -> set[str]:
     held: dict[str, set[str]] = collections.defaultdict(set)
-    for tensor, file in read_index(sources.local_file(path))["weight_map"].items():
+    index = read_index(sources.local_file(os.path.join(directory, draft)))
+    for tensor, file in index["weight_map"].items():
         held[file].add(tensor)
     if any(_NUMBERS.sub(INDEX_SUFFIX, file) in names for file in held):
         return set()
@@ -63,7 +68,7 @@ def _shards(directory: str, draft: str, names: Collection[str]) -> set[str]:
     return found
 
 
-def _mark(path: str) -> tuple[int, int] | None:
+def _mark(path: str) -> _Mark | None:
     """What a save gives to the draft and to its shards alike; None for no regular file."""
     with contextlib.suppress(OSError):
         found = os.lstat(path)

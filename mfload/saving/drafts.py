@@ -149,8 +149,8 @@ class Draft:
         except FileNotFoundError:
             pass
         except OSError as error:
-            # It already had the permissions of a read-only file, or is a symbolic link.
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP):
+            # It already had the permissions of a read-only file, or is a symbolic link or a socket.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENXIO):
                 raise
             os.unlink(self.hidden)
         closed(self._file)

@@ -22,6 +22,7 @@ from mfload.planning.blocks import Block
 from mfload.saving.descriptors import closed, number, opened
 from mfload.saving.drafts import BLOCK, Draft, is_ours
 
+_MAX_SIZE = 256 << 20  # Of some 20 TB.
 _LINE = re.compile(rb"(\d{1,9}) (\d{1,19}) (\d{1,19}) ([0-9a-f]{32})\n")
 
 
@@ -44,10 +45,12 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
         flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
+            if not (all(draft.resumed for draft in drafts) and _is_sound(self.path)):
+                flags |= os.O_EXCL
+                if os.path.lexists(self.path):
+                    os.unlink(self.path)
             self._file = opened(self.path, flags, 0o600)
-            going_on = is_ours(os.fstat(number(self._file))) and all(d.resumed for d in drafts)
-            raw = self._file.readall() if going_on else None
-            lines = (raw or b"").splitlines(keepends=True)
+            lines = (self._file.readall() or b"").splitlines(keepends=True)
             head = f"{key}\n".encode()
             if lines[:1] == [head]:
                 for line in filter(None, map(_LINE.fullmatch, lines[1:])):
@@ -115,6 +118,15 @@ class Journal:
                 pass
             except OSError:
                 self.left = True
+
+
+def _is_sound(path: str) -> bool:
+    """Whether a journal may be read and written to: nothing of others, or that has more names."""
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return False
+    return is_ours(found) and found.st_nlink == 1 and found.st_size <= _MAX_SIZE
 
 
 def name(hidden: str) -> str:

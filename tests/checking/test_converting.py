@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -416,6 +417,39 @@ def test_what_others_left_is_not_gone_on_with(
     assert not _hidden(tmp_path)
     assert target.stat().st_uid == os.geteuid()
     assert which != "link" or mine.read_bytes() == before
+
+
+@pytest.mark.parametrize("end", ["-journal", "-00001"])
+@pytest.mark.parametrize("kind", ["fifo", "socket", "link", "hard link", "huge"])
+def test_something_else_of_such_a_name(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, end: str
+) -> None:
+    with monkeypatch.context() as patch:
+        _stopping(patch, 6, _Stop())
+        with pytest.raises(KeyboardInterrupt):
+            mfload.convert(source, tmp_path / "out.safetensors")
+    (name,) = (name for name in _hidden(tmp_path) if name.endswith(end))
+    path, mine = tmp_path / name, tmp_path / "mine"
+    path.unlink()
+    mine.write_text("mine")
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "socket":
+            monkeypatch.chdir(tmp_path)
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(name)
+        case "link":
+            path.symlink_to(mine)
+        case "hard link":
+            path.hardlink_to(mine)
+        case _:
+            with path.open("wb") as file:
+                file.truncate(1 << 40)
+    mfload.convert(source, tmp_path / "out.safetensors")
+    _assert_same(tmp_path / "out.safetensors")
+    assert mine.read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["in", "mine", "out.safetensors"]
 
 
 class TestFailures:

@@ -12,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,30 @@ def test_the_file_is_read_once(
         counts.append((report.read_bytes, sum(read.got for read in reads)))
     assert counts[0] == counts[1]
     assert counts[0][0] < len(raw)
+
+
+@pytest.mark.parametrize("call", ["load", "verify", "check"])
+def test_the_time_runs_out_while_the_manifest_is_read(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server may hang, and is waited for longer than that."""
+    path = samples.save(tmp_path / "m.safetensors", MODEL)
+    beside = mfload.verify(path, checksums="write").manifest
+    release = threading.Event()
+
+    def read(_: Any) -> Manifest:
+        release.wait(20)
+        raise errors.ReadError("too late")
+
+    monkeypatch.setattr(Manifest, "read", staticmethod(read))
+    options, start = mfload.Options(timeout=0.1), time.monotonic()
+    given: dict[str, Any] = {"checksums": "check"} if call == "check" else {"manifest": beside}
+    done: Any = partial(mfload.verify, path, **given, options=options)
+    if call == "load":
+        done = partial(mfload.load, path, "numpy", verify=beside, options=options)
+    try:
+        with pytest.raises(errors.LoadTimeoutError, match="while reading the manifest"):
+            done()
+        assert time.monotonic() - start < 10
+    finally:
+        release.set()

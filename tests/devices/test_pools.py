@@ -24,6 +24,7 @@ from mfload.load_options import LoadOptions
 from mfload.loading import session
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
+from mfload.runtime import Deadline
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +113,8 @@ def test_a_witness_sees_bytes_in_order(tmp_path: Path, threads: int) -> None:
     path = samples.save(tmp_path / "m.safetensors", {"w": whole})
     mfload.verify(path, checksums="write")
     index, sources = checkpoint.read(path)
-    check = ManifestCheck(tmp_path / "m.safetensors.checksums.json", index, sources, [index["w"]])
+    given = index, sources, [index["w"]], Deadline(None)
+    check = ManifestCheck(tmp_path / "m.safetensors.checksums.json", *given)
     loader = session.Loader(
         index, sources, arrays.Arrays(*_devices(2)), LoadOptions(threads=threads)
     )
