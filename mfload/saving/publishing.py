@@ -101,8 +101,7 @@ class SaveTarget:
             # The link's own neighbours would go on hiding what lies behind it.
             several = targets.look(Location(*os.path.split(place.linked))).sharded
         if not several:
-            place.check_names(names)
-            return old
+            return old._replace(links=place.check_names(names))
         if place.linked is not None:
             raise errors.TargetError(
                 "several files can't be replaced through a symbolic link; name its target",
@@ -121,8 +120,7 @@ class SaveTarget:
                     "name that index's checkpoint, or another target",
                     file=place.at(name),
                 )
-        place.check_names(sorted({*names, place.index, *old.files}))
-        return old
+        return old._replace(links=place.check_names(sorted({*names, place.index, *old.files})))
 
     @contextmanager
     def drafts(
@@ -221,8 +219,6 @@ class SaveTarget:
         with locked(place.directory) as directory:
             old = self._look(names)
             theirs = sorted(old.manifests)
-            # None of them is followed: `_look` refuses links into anything but a cache of blobs.
-            links = [n for n in {*names, place.index} if os.path.islink(place.at(n))]
             given = place.manifest, manifest, Attributes.of(map(place.at, theirs)) or self.like
             change = _Change(self, directory, drafts, layouts)
             self._first = drafts[0]
@@ -234,7 +230,9 @@ class SaveTarget:
                     notes = [*self._notes, *self._put(change, old, names)]
             finally:
                 self._committed = change.committed
-        now = {n for n in links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))}
+        now = {
+            n for n in old.links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))
+        }
         if now:
             told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
             notes.append(told)
