@@ -251,9 +251,8 @@ def rewrite(
 
 def _manifest_of(index: Index, found: CheckpointFiles) -> tuple[str | None, list[str]]:
     """Where the manifest of a source lies, if it has one; notes of those of other files."""
-    files, whole = index.files, found.name is not None and [*index.files] != [found.name]
     given, notes = manifest.find(
-        files, found.index_file, whole=whole, tensors=lambda: index.tensors
+        index.files, found.index_file, whole=found.whole, tensors=lambda: index.tensors
     )
     path = given.path if isinstance(given, Manifest) else given
     return path if isinstance(path, str) and os.path.lexists(path) else None, notes

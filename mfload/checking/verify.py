@@ -20,7 +20,6 @@ from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers, Problem
-from mfload.formats.discovery import CheckpointFiles
 from mfload.load_options import LoadOptions, started
 from mfload.loading.execute import reader_threads
 from mfload.options import Options
@@ -298,14 +297,9 @@ def _searched(seen: Headers) -> dict[str, Any]:
     return {
         "files": found.names,
         "index": found.index_file,
-        "whole": _whole(found),
+        "whole": found.whole,
         "tensors": lambda: seen.tensors,
     }
-
-
-def _whole(found: CheckpointFiles) -> bool:
-    """Whether a directory was named, and neither files nor an index."""
-    return found.index_file is None and found.name is not None and found.names != [found.name]
 
 
 def _manifest_beside(seen: Headers, *, written: bool) -> tuple[Any, list[str]]:
@@ -320,7 +314,7 @@ def _manifest_beside(seen: Headers, *, written: bool) -> tuple[Any, list[str]]:
         if not written:
             return manifests.find(**_searched(seen), near=near)
         found = seen.found
-        path = manifests.beside(found.names, found.index_file, whole=_whole(found))
+        path = manifests.beside(found.names, found.index_file, whole=found.whole)
         return path if near is None else near(os.path.basename(path)), []
     except (errors.UsageError, errors.SourceNotFoundError):
         return None, []
@@ -408,7 +402,7 @@ def _expected(
     differing: list[Problem] = []
     if known is not None:
         names = manifests.relative_names(files, seen.found.index_file)
-        single = seen.found.index_file is None and not _whole(seen.found)
+        single = seen.found.index_file is None and not seen.found.whole
         for file, name in names.items():
             if of_files and name in known.files:
                 sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))

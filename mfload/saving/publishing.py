@@ -67,8 +67,8 @@ class SaveTarget:
         self.path = self.place.path
         self.overwrite, self.sealed = overwrite, sealed
         self.like: Attributes | None = None  # What the new files take over from the old.
+        self.committed = False  # Whether a new index is in place.
         self._first: Draft | None = None
-        self._committed = False
         self._notes: list[str] = []
         self._look([self.place.name])
 
@@ -222,14 +222,11 @@ class SaveTarget:
             given = place.manifest, manifest, Attributes.of(map(place.at, theirs)) or self.like
             change = _Change(self, directory, drafts, layouts)
             self._first = drafts[0]
-            try:
-                with (
-                    manifest_files.drafted(place, *given) as draft,
-                    manifest_files.replaced(place, theirs, draft, directory, change.landed),
-                ):
-                    notes = [*self._notes, *self._put(change, old, names)]
-            finally:
-                self._committed = change.committed
+            with (
+                manifest_files.drafted(place, *given) as draft,
+                manifest_files.replaced(place, theirs, draft, directory, self.placed),
+            ):
+                notes = [*self._notes, *self._put(change, old, names)]
         now = {
             n for n in old.links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))
         }
@@ -257,8 +254,8 @@ class SaveTarget:
         return list(map(place.at, names)), notes
 
     def placed(self) -> bool:
-        """Whether what was published is there; an interrupt may have come right after."""
-        return self._committed or (self._first is not None and self._first.is_at(self.path))
+        """Whether what is published is there; an interrupt may have come right after."""
+        return self.committed or (self._first is not None and self._first.is_at(self.path))
 
     def _put(self, change: _Change, old: Existing, names: Sequence[str]) -> list[str]:
         """Puts the files in their place; returns notes."""
@@ -270,7 +267,7 @@ class SaveTarget:
                 return change.replace(old, names)
         except OSError as error:
             told = errors.from_target(error, self.path, "put the files in their place")
-            if change.committed:
+            if self.committed:
                 told.message += "; the new checkpoint is whole, and loads by its index"
             raise told from (None if told is error else error)
         raise errors.TargetError(
@@ -307,14 +304,7 @@ class _Change:
     directory: int
     drafts: Sequence[Draft]
     layouts: Sequence[Layout]
-    committed: bool = False  # Whether a new index is in place.
-    indexed: bool = False  # Whether one is at the end.
-
-    def landed(self) -> bool:
-        """Whether the new checkpoint is in place, or a part of it."""
-        place = self.target.place
-        alone = len(self.drafts) == 1 and self.drafts[0].is_at(place.path)
-        return self.committed or alone
+    indexed: bool = False  # Whether an index is there at the end.
 
     def commit(self, names: Sequence[str], *, indexed: bool, replaced: Sequence[str] = ()) -> None:
         """Gives the files these names and, if indexed, an index that leads to them its own."""
@@ -384,7 +374,7 @@ class _Change:
         finally:
             try:
                 # Ctrl-C may have come right after the rename: the disk knows what is true.
-                self.committed = self.committed or draft.is_at(path)
+                self.target.committed = self.target.committed or draft.is_at(path)
             finally:
                 draft.discard()
 

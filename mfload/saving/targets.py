@@ -75,15 +75,6 @@ class Location:
         """The name of the manifest of checksums, of the single file and of shards."""
         return manifests.named(self.name)
 
-    def manifests(self, files: Iterable[str] = ()) -> list[str]:
-        """Names of the manifests that lie here and hold for what has this name, and these files.
-
-        The checkpoint under other names than its own, as earlier versions gave them, and single
-        shards have some too.
-        """
-        index = self.index if self.stem else None
-        return manifests.lying(self.directory, {self.name, *files}, index)
-
     def names(self, count: int) -> list[str]:
         """Names of so many files: Hugging Face's if there are several."""
         if count == 1:
@@ -222,11 +213,10 @@ def look(place: Location) -> Existing:
         names = frozenset[str]()
     except OSError as error:
         raise errors.from_target(error, place.directory, "list the directory") from error
-    prefix = place.hidden
+    prefix, stem = place.hidden, place.stem
     hidden = frozenset(name for name in names if name.startswith(prefix))
-    own = [place.name, place.index] if place.stem else [place.name]
+    own = [place.name, place.index] if stem else [place.name]
     indexes = {n for n in names if n.endswith(INDEX_SUFFIX) and (n in own or n[0] != ".")}
-    stem = place.stem
     numbered = [name for name in names if name.startswith(stem)] if stem else []
     shards = sorted(name for name in numbered if _NUMBER.fullmatch(name, len(stem)))
     indexed = not indexes.isdisjoint(own)
@@ -240,7 +230,7 @@ def look(place: Location) -> Existing:
     kept: frozenset[str] = frozenset()
     doubt: str | None = None
     # Read only if something might be removed: they may be many, and large.
-    for each in sorted(indexes) if place.stem and (found or hidden) else ():
+    for each in sorted(indexes) if stem and (found or hidden) else ():
         try:
             leads_to = _leads_to(place.at(each))
         except (errors.SourceError, errors.FormatError):
@@ -255,7 +245,8 @@ def look(place: Location) -> Existing:
     left = hidden.union(early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
     some = any(name.endswith(manifests.SUFFIX) for name in names)
-    theirs = frozenset(place.manifests(files) if some else ())
+    ours, index = {place.name, *files}, place.index if stem else None
+    theirs = frozenset(manifests.lying(place.directory, ours, index) if some else ())
     return Existing(found, indexed or bool(placed), files, kept, left, doubt, theirs)
 
 
