@@ -86,7 +86,8 @@ class Beside:
         self._files = {place.at(name): file for name, file in zip(self.names, files, strict=True)}
         place.check_names(self.names)
         for path, file in self._files.items():
-            if not target.overwrite and os.path.exists(path) and _read(path) != _read(file):
+            there = not target.overwrite and os.path.lexists(path)
+            if there and _holds(path, _read(file)) is False:
                 raise _exists(path)
 
     @contextlib.contextmanager
@@ -96,7 +97,7 @@ class Beside:
             hidden = self._place.at(self._place.hidden + secrets.token_hex(8))
             for number, (path, file) in enumerate(self._files.items()):
                 raw = _read(file)
-                if os.path.exists(path) and _read(path) == raw:
+                if _holds(path, raw):
                     continue
                 draft = Draft(f"{hidden}-beside-{number}", len(raw), path)
                 stack.callback(draft.discard)
@@ -136,6 +137,17 @@ def _read(path: str) -> bytes:
     if len(raw) > _LARGEST:
         raise errors.SourceChangedError("the file grew while it was copied", file=path)
     return raw
+
+
+def _holds(path: str, raw: bytes) -> bool | None:
+    """Whether a file of the target has these bytes; None if there is no file."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(raw) + 1) == raw
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise errors.from_target(error, path, "read the file that is there") from error
 
 
 def _exists(path: str) -> errors.TargetExistsError:

@@ -253,7 +253,7 @@ def find(
     for place in places:
         rivals: list[str] = []
         if isinstance(place, str):
-            if not os.path.lexists(place):
+            if not manifests.is_there(place):
                 continue
             rivals = _rivals(place, names, index)
             if place == places[0] and not rivals:

@@ -13,12 +13,13 @@ import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from mfload import dtypes, errors
 from mfload.checking import beside, manifest, renaming
 from mfload.checking.beside import Beside
-from mfload.checking.checksums import Hasher, refuse
+from mfload.checking.checksums import Hasher, refuse, tensor_hash
 from mfload.checking.copying import Copier
 from mfload.checking.manifest import Manifest
 from mfload.checking.scan import readers, scan
@@ -32,7 +33,7 @@ from mfload.options import Options
 from mfload.planning import selection
 from mfload.planning.selection import Dtypes, Names
 from mfload.progress import Progress, shown
-from mfload.saving import layout
+from mfload.saving import layout, manifests
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import Layout
@@ -194,6 +195,9 @@ class _Rewrite:
         notes: list[str] = []
         # Both passes tell of the same bytes, but for the headers.
         nbytes = sum(made.size for made in self.layouts) + sum(row.nbytes for row in rows)
+        if journal is not None and journal.found:
+            check = partial(journal.check, tensor_hash())
+            how.deadline.bound(check, "reading what an earlier run wrote", journal.path)
         with shown(self.wishes.progress, nbytes) as advance:
             copier = Copier(drafts, self.layouts, sources, hasher, seal, journal)
             if copier.resumed:
@@ -255,7 +259,7 @@ def _manifest_of(index: Index, found: CheckpointFiles) -> tuple[str | None, list
         index.files, found.index_file, whole=found.whole, tensors=lambda: index.tensors
     )
     path = given.path if isinstance(given, Manifest) else given
-    return path if isinstance(path, str) and os.path.lexists(path) else None, notes
+    return path if isinstance(path, str) and manifests.is_there(path) else None, notes
 
 
 def _part(index: Index, names: Names) -> Index:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import stat
 from collections.abc import Collection, Sequence
 
 from mfload import errors, sources
@@ -114,12 +115,32 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
     old = {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
     found: list[str] = []
     for name in sorted(new | old):
-        if not os.path.isfile(os.path.join(directory, name)):
+        if not _is_file(os.path.join(directory, name)):
             continue
         own = name in new and not rivals(directory, name, [*names, index or ""])
         if own or _is_of(directory, name, names, index):
             found.append(name)
     return found
+
+
+def is_there(path: str) -> bool:
+    """Whether something has the name of a manifest; raises SourceError if that can't be told."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise errors.from_os(error, path, "look at the manifest") from error
+    return True
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return stat.S_ISREG(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise errors.from_target(error, path, "look at the manifest") from error
 
 
 def _is_of(directory: str, manifest: str, names: Collection[str], index: str | None) -> bool:

@@ -70,10 +70,13 @@ class SaveTarget:
         self.committed = False  # Whether a new index is in place.
         self._first: Draft | None = None
         self._notes: list[str] = []
-        self._look([self.place.name])
+        self._look([self.place.name], locked=False)
 
-    def _look(self, names: Sequence[str]) -> Existing:
-        """What is there; raises if it may not be replaced by files of these names."""
+    def _look(self, names: Sequence[str], *, locked: bool = True) -> Existing:
+        """What is there; raises if it may not be replaced by files of these names.
+
+        Without the directory's lock, what is there may change meanwhile.
+        """
         place, old = self.place, targets.look(self.place)
         if old.found and not self.overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
@@ -89,7 +92,7 @@ class SaveTarget:
                 "a manifest of an earlier checkpoint is there; overwrite=True removes it",
                 file=place.at(theirs[0]),
             )
-        if self.sealed and place.manifest not in theirs:
+        if self.sealed and locked and place.manifest not in theirs:
             at = place.at(place.manifest)
             manifest_files.check_target(at, overwrite=True)
             if os.path.lexists(at):
@@ -311,6 +314,9 @@ class _Change:
         paths, self.indexed = list(map(self.target.place.at, names)), indexed
         with self._index(names, replaced) if indexed else contextlib.nullcontext() as index:
             try:
+                # Without a hidden name, a file is known by what the index says.
+                if index is not None and not replaced:
+                    files.fsync(self.directory)
                 for draft, path in zip(self.drafts, paths, strict=True):
                     draft.publish(path, replace=self.target.overwrite)
                 if index is not None:
@@ -359,24 +365,25 @@ class _Change:
 
     @contextmanager
     def _index(self, names: Iterable[str], replaced: Sequence[str]) -> Generator[Draft]:
-        """An index that leads to files of these names, on disk under a hidden name."""
-        place = self.target.place
+        """An index that leads to files of these names, on disk but for its hidden name."""
+        target, place = self.target, self.target.place
         raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
         path = place.at(place.index)
         hidden = place.at(f"{place.hidden}{secrets.token_hex(8)}{unfinished.INDEX_END}")
-        draft = Draft(hidden, raw.size, path, self.target.like, lasting=True)
+        draft = Draft(hidden, raw.size, path, target.like, lasting=True)
         draft.lasting, draft.changed = False, self.drafts[0].changed
+        before = target.committed
         try:
             draft.write(0, [raw])
             draft.sync()
-            files.fsync(self.directory)
+            # Until the disk denies it: Ctrl-C may come right after the rename.
+            target.committed = True
             yield draft
+        except BaseException:
+            target.committed = before or draft.is_at(path)
+            raise
         finally:
-            try:
-                # Ctrl-C may have come right after the rename: the disk knows what is true.
-                self.target.committed = self.target.committed or draft.is_at(path)
-            finally:
-                draft.discard()
+            draft.discard()
 
 
 def _shown(names: Sequence[str]) -> str:

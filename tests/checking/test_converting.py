@@ -22,7 +22,7 @@ import safetensors.numpy
 
 import mfload
 from mfload import errors
-from mfload.checking import copying, rewriting
+from mfload.checking import copying, rewriting, sealing
 from mfload.saving import journal
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
@@ -364,9 +364,6 @@ def test_what_an_earlier_run_wrote_is_compared_with_the_disk(
         byte = file.read(1)
         file.seek(-1, 1)
         file.write(bytes([byte[0] ^ 1]))
-    with pytest.raises(errors.WriteError, match="other bytes than were written"):
-        mfload.convert(source, target)
-    assert os.listdir(tmp_path) == ["in"]
     mfload.convert(source, target)
     _assert_same(target)
 
@@ -452,7 +449,7 @@ class TestFailures:
         def fail(*_: Any) -> Any:
             raise errors.ReadError("could not read: broken", file="x")
 
-        monkeypatch.setattr(copying, "scan", fail)
+        monkeypatch.setattr(sealing, "scan", fail)
         with pytest.raises(errors.WriteError, match="what was written can't be read back"):
             mfload.convert(source, tmp_path / "out.safetensors")
         assert os.listdir(tmp_path) == ["in"]

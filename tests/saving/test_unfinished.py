@@ -186,7 +186,7 @@ class TestWriters:
         """The index names no file for it."""
         parts = [header(), header("a")]
         layouts = [blank(len(parts[0])), blank(len(parts[1]), "a")]
-        monkeypatch.setattr(Draft, "discard", lambda draft: os.close(draft._fd))
+        monkeypatch.setattr(Draft, "discard", Draft._close)
         monkeypatch.setattr(publishing, "_remove", lambda paths: [])
         real = Draft.publish
 
@@ -245,6 +245,7 @@ class TestWriters:
             return
         with pytest.raises(errors.TargetExistsError, match="if no process is writing"):
             mfload.save(OLD, left)
+        before = {name: raw for name, raw in before.items() if not name.endswith("-lock")}
         assert files(left) == before
 
     def test_nor_are_those_that_a_writer_holds(self, left: Path) -> None:
