@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import unquote
 
 from mfload import errors, sources
@@ -79,6 +79,9 @@ class FileIdentity(NamedTuple):
 
     def __str__(self) -> str:
         return f"{errors.amount(self.size)} with the header {self.header[:16]}…"
+
+
+_OfFile = TypeVar("_OfFile", FileEntry, FileIdentity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,28 +182,13 @@ class Manifest:
                 other than a manifest.
             TargetError: It can't be written.
         """
-        write(self, path, overwrite=overwrite)
+        text = self.text().encode()
+        publishing.write_manifest(text_path(path), text, overwrite=overwrite, check=None)
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" from {self.path}"
         tensors = errors.counted(len(self.tensors), "tensor")
         return f"<mfload manifest{where}: {tensors}, {errors.counted(len(self.files), 'file')}>"
-
-
-def write(
-    made: Manifest,
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool,
-    check: Callable[[], object] | None = None,
-) -> None:
-    """Writes a manifest (see `Manifest.write`).
-
-    `check` is called right before it gets its name, while no save of mfload changes the files
-    beside it; the manifest is not written if it raises.
-    """
-    name = place_of(text_path(path))
-    publishing.write_manifest(name, made.text().encode(), overwrite=overwrite, check=check)
 
 
 def text_path(path: Any) -> str:
@@ -277,6 +265,7 @@ def find(
 
 def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
     """Refuses to write a manifest of these files where one may not be replaced by it."""
+    path = place_of(path)
     manifest_files.check_target(path, overwrite=overwrite)
     rivals = manifests.rivals(*os.path.split(path), names)
     if rivals and os.path.lexists(path):
@@ -452,9 +441,9 @@ def _parse(table: Any, path: str) -> Manifest:
     hashed = "algorithm" in table
     return Manifest(
         {name: _tensor(entry, name, path, hashed) for name, entry in table["tensors"].items()},
-        {name: _file(entry, name, path) for name, entry in table.get("files", {}).items()},
+        {n: _of_file(FileEntry, each, n, path) for n, each in table.get("files", {}).items()},
         path,
-        {name: _identity(entry, name, path) for name, entry in table.get("identity", {}).items()},
+        {n: _of_file(FileIdentity, each, n, path) for n, each in table.get("identity", {}).items()},
     )
 
 
@@ -468,17 +457,11 @@ def _tensor(entry: Any, name: str, path: str, hashed: bool) -> TensorEntry:
     raise _malformed(path, entry, name)
 
 
-def _file(entry: Any, name: str, path: str) -> FileEntry:
-    known = type(entry) is dict and entry.keys() == {"size", "sha256"}
-    if known and _is_count(entry["size"], 63) and _is_hex(entry["sha256"], 64):
-        return FileEntry(entry["size"], entry["sha256"])
-    raise _malformed(path, entry, name)
-
-
-def _identity(entry: Any, name: str, path: str) -> FileIdentity:
-    known = type(entry) is dict and entry.keys() == {"size", "header"}
-    if known and _is_count(entry["size"], 63) and _is_hex(entry["header"], 64):
-        return FileIdentity(entry["size"], entry["header"])
+def _of_file(kind: type[_OfFile], entry: Any, name: str, path: str) -> _OfFile:
+    size, digest = kind._fields
+    known = type(entry) is dict and entry.keys() == {size, digest}
+    if known and _is_count(entry[size], 63) and _is_hex(entry[digest], 64):
+        return kind(**entry)
     raise _malformed(path, entry, name)
 
 

@@ -27,7 +27,7 @@ from mfload.planning.blocks import Block
 from mfload.progress import shown
 from mfload.report import Printable, human
 from mfload.runtime import gc_paused
-from mfload.saving import manifest_files
+from mfload.saving import manifest_files, publishing
 from mfload.sources import PathOrBytes, is_source
 from mfload.sources.base import Source
 
@@ -262,7 +262,8 @@ def verify(
         by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
         made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
         check = partial(scanning.check_unchanged, seen.sources, numbers, how)
-        manifests.write(made, target, overwrite=overwrite, check=check)
+        text = made.text().encode()
+        publishing.write_manifest(target, text, overwrite=overwrite, check=check)
         seen.notes += _removed(replaced)
     checked = {
         "headers": True,

@@ -41,6 +41,7 @@ from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.locks import lock_of, locked, only_writer
 from mfload.saving.targets import Existing, Location
+from mfload.sources.local import place_of
 
 log = logging.getLogger("mfload")
 
@@ -282,7 +283,12 @@ class SaveTarget:
 def write_manifest(
     path: str, text: bytes, *, overwrite: bool, check: Callable[[], object] | None
 ) -> None:
-    """Writes a manifest of files that are there already (see `checking.manifest`)."""
+    """Writes a manifest of files that are there already (see `checking.manifest`).
+
+    `check` is called right before it gets its name, while no save of mfload changes the files
+    beside it; the manifest is not written if it raises.
+    """
+    path = place_of(path)
     manifest_files.check_target(path, overwrite=overwrite)
     place = Location(*os.path.split(path))
     with locked(place.directory) as directory:
