@@ -207,7 +207,7 @@ def beside(files: Sequence[str], index: str | None = None, *, whole: bool = Fals
     `model.safetensors.checksums.json`: see `mfload.saving.manifests`. It lies where the data is,
     also if that is reached through symbolic links. `whole` says that a directory was named.
     """
-    return _places(files, index, whole=whole)[0]
+    return _places(files, index, whole=whole)[1][0]
 
 
 def find(
@@ -234,8 +234,7 @@ def find(
         None if that is another checkpoint's. And a note for each that is for other files.
     """
     notes: list[str] = []
-    names = [*relative_names(files, index).values()]
-    paths = _places(files, index, whole=whole)
+    names, paths = _places(files, index, whole=whole)
     places = paths if near is None else [near(os.path.basename(path)) for path in paths]
     default: str | Source | None = places[0]
     for place in places:
@@ -284,8 +283,8 @@ def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
 def older(files: Sequence[str], index: str | None, *, whole: bool, tensors: Tensors) -> list[str]:
     """Paths of manifests of exactly these files that have another name than `beside` gives."""
     found: list[str] = []
-    names = [*relative_names(files, index).values()]
-    for path in filter(os.path.isfile, _places(files, index, whole=whole)[1:]):
+    names, paths = _places(files, index, whole=whole)
+    for path in filter(os.path.isfile, paths[1:]):
         with contextlib.suppress(errors.SourceError, errors.FormatError):
             known = Manifest.read(path)
             rivals = _rivals(path, names, index)
@@ -376,24 +375,25 @@ def others(
 
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
     """What a manifest calls the files of a checkpoint: paths relative to its directory, as text."""
-    return dict(zip(files, map(manifests.as_text, _relative(files, index)), strict=True))
+    return dict(zip(files, map(manifests.as_text, _relative(files, index)[1]), strict=True))
 
 
-def _relative(files: Sequence[str], index: str | None) -> list[str]:
+def _relative(files: Sequence[str], index: str | None) -> tuple[str, list[str]]:
+    """The directory of a checkpoint, and paths of its files relative to that."""
     paths = _data(files, index)
-    directory = _directory(paths)
+    directory = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = (os.path.relpath(path, directory) for path in paths[: len(files)])
-    return [name.replace(os.sep, "/") for name in names]
+    return directory, [name.replace(os.sep, "/") for name in names]
 
 
-def _places(files: Sequence[str], index: str | None, *, whole: bool) -> list[str]:
-    """Paths that a manifest may have; the first one is written."""
+def _places(files: Sequence[str], index: str | None, *, whole: bool) -> tuple[list[str], list[str]]:
+    """What a manifest calls the files, and the paths it may have; the first one is written."""
     if index is None and files[-1].endswith(discovery.INDEX_SUFFIX):
         files, index = files[:-1], files[-1]  # Of a save, whose index comes last.
     base = None if index is None else os.path.basename(_plain(index))
-    names = manifests.names_of(_relative(files, index), base, whole=whole)
-    directory = _directory(_data(files, index))
-    return [os.path.join(directory, name) for name in names]
+    directory, names = _relative(files, index)
+    found = manifests.names_of(names, base, whole=whole)
+    return list(map(manifests.as_text, names)), [os.path.join(directory, each) for each in found]
 
 
 def _data(files: Sequence[str], index: str | None) -> list[str]:
@@ -402,10 +402,6 @@ def _data(files: Sequence[str], index: str | None) -> list[str]:
     places = [place_of(path) for path in paths]
     apart = len({os.path.dirname(place) for place in places}) > 1
     return [resolved(path) for path in paths] if apart else places
-
-
-def _directory(paths: Sequence[str]) -> str:
-    return os.path.commonpath([os.path.dirname(path) for path in paths])
 
 
 def _plain(name: str) -> str:

@@ -190,7 +190,9 @@ def verify(
         )
     of_tensors &= known is None or known.hashed
     by_file = of_files and (writes or known is not None)
-    expected, differing = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
+    expected, differing = _expected(
+        seen, known, names, sha256, of_tensors=of_tensors, of_files=by_file
+    )
     hashed: dict[Any, None] = dict.fromkeys(expected)
     if writes:
         hashed |= dict.fromkeys(seen.tensors if of_tensors else ())
@@ -388,7 +390,13 @@ def _removed(paths: Sequence[str]) -> list[str]:
 
 
 def _expected(
-    seen: Headers, known: Manifest | None, sha256: Sums, *, of_tensors: bool, of_files: bool
+    seen: Headers,
+    known: Manifest | None,
+    names: Mapping[str, str],
+    sha256: Sums,
+    *,
+    of_tensors: bool,
+    of_files: bool,
 ) -> tuple[dict[Any, PublishedSum], list[Problem]]:
     """Known digests, by name of tensor and number of file, and how the manifest differs."""
     files = seen.found.names
@@ -402,7 +410,6 @@ def _expected(
     expected: dict[Any, PublishedSum] = {}
     differing: list[Problem] = []
     if known is not None:
-        names = manifests.relative_names(files, seen.found.index_file)
         single = seen.found.index_file is None and not seen.found.whole
         for file, name in names.items():
             if of_files and name in known.files:
