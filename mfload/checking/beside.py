@@ -20,6 +20,7 @@ from mfload.formats import discovery
 from mfload.formats.discovery import CheckpointFiles
 from mfload.report import human
 from mfload.saving import manifests
+from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
 
@@ -99,7 +100,8 @@ class Beside:
                 raw = _read(file)
                 if _holds(path, raw):
                     continue
-                draft = Draft(f"{hidden}-beside-{number}", len(raw), path)
+                like = Attributes.of([path])
+                draft = Draft(f"{hidden}-beside-{number}", len(raw), path, like)
                 stack.callback(draft.discard)
                 draft.write(0, [np.frombuffer(raw, np.uint8)])
                 draft.sync()

@@ -268,7 +268,8 @@ def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
     manifest_files.check_target(path, overwrite=overwrite)
     rivals = manifests.rivals(*os.path.split(path), names)
     if rivals and os.path.lexists(path):
-        with contextlib.suppress(errors.FormatError):  # A damaged one may be replaced.
+        # A damaged one may be replaced; one that is gone was another writer's.
+        with contextlib.suppress(errors.FormatError, errors.SourceNotFoundError):
             why = _misfit(Manifest.read(path), names, rivals, None)
             if why is not None:
                 what = "an earlier version gave the manifest of another checkpoint this name"

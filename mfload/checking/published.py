@@ -72,10 +72,12 @@ def _of_hub(file: str) -> PublishedSum | None:
         record = os.path.join(directory, *_LOCAL, os.path.relpath(path, directory) + ".metadata")
         directory = os.path.dirname(directory)
         try:
-            with open(record, "rb") as opened:
-                _, digest, written = opened.read(4096).decode("ascii", "replace").split()
+            # As a source, which is a regular file: opening a FIFO would wait for a writer.
+            source = sources.local_file(record)
+            raw = source.read(0, min(source.size, 4096))
+            _, digest, written = raw.decode("ascii", "replace").split()
             current = os.stat(path).st_mtime <= float(written)
-        except (OSError, ValueError):
+        except (OSError, ValueError, errors.SourceError):
             continue
         # The second line is the hub's ETag: for large files their SHA-256.
         if current and _HEX.fullmatch(digest):

@@ -40,6 +40,9 @@ class Seal:
         self.written: dict[Block, str] = {}
         self._tensors, self._files, self._new = tensors, files, new or tensor_hash()
 
+    def __str__(self) -> str:
+        return " and ".join(["of tensors"] * self._tensors + ["of files"] * self._files)
+
     @staticmethod
     def of(checksums: bool | Algorithm) -> Seal:
         """What `save(checksums=)` asks for."""
@@ -89,12 +92,13 @@ class Seal:
         try:
             files = [draft.source() for draft in drafts]
             scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
-        except errors.LoadTimeoutError:
-            raise
-        except errors.SourceError as error:
+        except errors.MfloadError as error:
             shown = {draft.path: draft.shown for draft in drafts}
-            file, what = shown.get(error.file or ""), "what was written can't be read back"
-            raise errors.WriteError(what, file=file, found=error.message) from error
+            error.file = shown.get(error.file or "", error.file)
+            if isinstance(error, errors.SourceError) and not isinstance(error, TimeoutError):
+                what = "what was written can't be read back"
+                raise errors.WriteError(what, file=error.file, found=error.message) from error
+            raise
         if not (self._tensors or self._files):
             return None
         digests = hasher.digests()

@@ -3,7 +3,8 @@
 A save of several files over nothing gives its index a hidden name before the shards get theirs,
 and the final name after (see `saving.publishing`). Until then they are no checkpoint. A name alone
 does not tell a shard from a user's own file: it must also hold the tensors that the draft places
-in it, and have the draft's time of change to the nanosecond, which the save gave to both.
+in it, and have the draft's owner and its time of change to the nanosecond, which the save gave to
+both. What is no regular file is neither.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import collections
 import contextlib
 import os
 import re
+import stat
 from collections.abc import Collection
 
 from mfload import errors, sources
@@ -40,23 +42,34 @@ def shards(directory: str, names: Collection[str]) -> list[str]:
 
 def _shards(directory: str, draft: str, names: Collection[str]) -> set[str]:
     path = os.path.join(directory, draft)
-    changed = os.lstat(path).st_mtime_ns
+    mark = _mark(path)
+    # Compared first: reading all drafts that anything might have put there could take long.
+    shards = [name for name in names if name.endswith(SUFFIX) and name[0] != "."]
+    shards = [name for name in shards if _mark(os.path.join(directory, name)) == mark]
+    if mark is None or not shards:
+        return set()
     held: dict[str, set[str]] = collections.defaultdict(set)
     for tensor, file in read_index(sources.local_file(path))["weight_map"].items():
         held[file].add(tensor)
     if any(_NUMBERS.sub(INDEX_SUFFIX, file) in names for file in held):
         return set()
     found: set[str] = set()
-    for name in names:
-        # A shard without tensors is not named by the draft.
-        if name.endswith(SUFFIX) and name[0] != ".":
-            with contextlib.suppress(OSError, errors.SourceError, errors.FormatError):
-                place = os.path.join(directory, name)
-                if os.lstat(place).st_mtime_ns == changed:
-                    rows, _ = safetensors.read(sources.local_file(place))
-                    if {row.name for row in rows} == held.get(name, set()):
-                        found.add(name)
+    for name in shards:
+        with contextlib.suppress(errors.SourceError, errors.FormatError):
+            rows, _ = safetensors.read(sources.local_file(os.path.join(directory, name)))
+            # A shard without tensors is not named by the draft.
+            if {row.name for row in rows} == held.get(name, set()):
+                found.add(name)
     return found
+
+
+def _mark(path: str) -> tuple[int, int] | None:
+    """What a save gives to the draft and to its shards alike; None for no regular file."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        if stat.S_ISREG(found.st_mode):
+            return found.st_uid, found.st_mtime_ns
+    return None
 
 
 def told(names: Collection[str]) -> str:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import stat
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 _ACL = "system.posix_acl_access"
+_LABEL = "security.selinux"
 
 
 class Attributes(NamedTuple):
@@ -18,7 +18,8 @@ class Attributes(NamedTuple):
     Attributes:
         mode: Permissions.
         owner: The user's number; `group` is the group's.
-        extended: The access control list and the user's extended attributes, by name.
+        extended: The access control list, the label of SELinux and the user's extended
+            attributes, by name.
     """
 
     mode: int
@@ -28,14 +29,20 @@ class Attributes(NamedTuple):
 
     @staticmethod
     def of(paths: Iterable[str]) -> Attributes | None:
-        """Those of the first regular file among these paths; None if there is none."""
+        """Those of the first regular file among these paths; None if there is none.
+
+        Of the permissions, those that all of them give: what was private stays so.
+        """
+        made: Attributes | None = None
         for path in paths:
             with contextlib.suppress(OSError):
                 found = os.stat(path)  # Of a link into a cache, the blob's.
-                if stat.S_ISREG(found.st_mode):
-                    mode = stat.S_IMODE(found.st_mode) & 0o777
-                    return Attributes(mode, found.st_uid, found.st_gid, _extended(path))
-        return None
+                mode = stat.S_IMODE(found.st_mode) & 0o777
+                if made is not None and stat.S_ISREG(found.st_mode):
+                    made = made._replace(mode=made.mode & mode)
+                elif stat.S_ISREG(found.st_mode):
+                    made = Attributes(mode, found.st_uid, found.st_gid, _extended(path))
+        return made
 
     def give(self, fd: int) -> None:
         """Gives them to an open file, of which only the owner could do anything so far.
@@ -56,24 +63,20 @@ class Attributes(NamedTuple):
             mode = mode & 0o700 | both << 3 | both
         for name, value in others.items():
             _granted(os.setxattr, fd, name, value)
-        if hasattr(os, "fchmod"):
-            try:
-                os.fchmod(fd, mode)
-            except OSError as error:
-                # Some file systems have the same permissions for all files.
-                if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
-                    raise
+        if hasattr(os, "fchmod"):  # Some file systems have the same permissions for all files.
+            _granted(os.fchmod, fd, mode)
         if made.st_uid != self.owner:  # Last: who gives a file away may not change it any more.
             _granted(os.fchown, fd, self.owner, -1)
 
 
 def _extended(file: str | int) -> dict[str, bytes]:
-    """The access control list of a file, and the user's extended attributes."""
+    """The access control list of a file, its label of SELinux, the user's extended attributes."""
     found: dict[str, bytes] = {}
     if hasattr(os, "listxattr"):
         names = list[str]()
         with contextlib.suppress(OSError):
-            names = [n for n in os.listxattr(file) if n == _ACL or n.startswith("user.")]
+            listed = os.listxattr(file)
+            names = [n for n in listed if n in (_ACL, _LABEL) or n.startswith("user.")]
         for name in names:
             with contextlib.suppress(OSError):
                 found[name] = os.getxattr(file, name)

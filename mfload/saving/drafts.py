@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import errno
 import os
+import stat
 import threading
 import traceback
 from collections.abc import Generator, Sequence
@@ -47,10 +48,10 @@ _DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXE
 # Smaller files and pieces are over sooner than O_DIRECT pays.
 _DIRECT_FROM = 1 << 20
 _PIECE_FROM = 64 << 10
-_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+# 524 is Linux's own ENOTSUPP, which some network file systems let out.
+_UNSUPPORTED = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL, 524)
 # What open(2) says of O_TMPFILE if the file system, or an old kernel, does not know it.
 _NO_TMPFILE = (*_UNSUPPORTED, errno.EISDIR, errno.ENOENT)
-_NO_LINKS = (*_UNSUPPORTED, errno.EPERM, errno.EMLINK)
 
 
 class Draft:
@@ -146,7 +147,10 @@ class Draft:
                 os.unlink(self.hidden)
         except FileNotFoundError:
             pass
-        except PermissionError:  # It had got those of a file that may not be written.
+        except OSError as error:
+            # It had got the permissions of a file that may not be written; or is a symbolic link.
+            if error.errno not in (errno.EACCES, errno.EPERM, errno.ELOOP):
+                raise
             os.unlink(self.hidden)
         closed(self._file)
 
@@ -230,7 +234,8 @@ class Draft:
             write_all(self._direct, (whole[head:tail],), offset + head)
         except OSError as error:
             # EFAULT: memory that the kernel copies from and no disk reads from (a device's).
-            if error.errno not in (*_UNSUPPORTED, errno.EFAULT):
+            # EACCES: SMB's locks keep all other descriptors out, this one too.
+            if error.errno not in (*_UNSUPPORTED, errno.EFAULT, errno.EACCES):
                 raise
             if error.errno != errno.EFAULT:
                 # Left open: other threads may be writing to it.
@@ -261,6 +266,8 @@ class Draft:
         except OSError as error:
             raise self._failed(error, "write to the disk") from error
         closed(self._past_cache)
+        # On SMB it can't be read back, nor loaded, until then. The target's lock is still held.
+        unlock(self._fd)
 
     def link(self, path: str) -> None:
         """Gives the file a name, or one more, if nothing has that name."""
@@ -280,17 +287,32 @@ class Draft:
             except FileExistsError:
                 if not replace:
                     raise
-            except OSError as error:
-                if not self.named or error.errno not in _NO_LINKS:
+            except OSError:
+                if not self.named:
                     raise
+                # Without links. File systems say so in many ways, also EIO, EPERM and EXDEV.
                 # Renames replace silently. The directory's lock keeps other saves out meanwhile.
                 if not replace and os.path.lexists(path):
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from None
         if not self.named:
             self.link(self.hidden)
             self.named = True
-        os.replace(self.hidden, path)
+        try:
+            os.replace(self.hidden, path)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self._replace_closed(path)
         self.named = False
+
+    def _replace_closed(self, path: str) -> None:
+        """Renames it once it is closed: mounts of object stores may refuse that of an open file."""
+        self._close()
+        try:
+            os.replace(self.hidden, path)
+        except OSError:
+            os.unlink(self.hidden)  # `discard` leaves alone what is closed.
+            raise
 
     def is_at(self, path: str) -> bool:
         """Whether it is what has that name."""
@@ -318,7 +340,7 @@ class Draft:
 
     def _failed(self, error: OSError, action: str) -> errors.TargetError:
         found = f"{errors.amount(self._written)} written"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno == errno.ENOSPC:  # A quota leaves less than that.
             with contextlib.suppress(OSError, AttributeError):
                 disk = os.statvfs(os.path.dirname(self.hidden))
                 found += f", {errors.amount(disk.f_bavail * disk.f_frsize)} free"
@@ -329,8 +351,14 @@ class Draft:
 
 
 def can_go_on(found: os.stat_result, size: int) -> bool:
-    """Whether a lasting draft is whole enough for a writer that goes on."""
-    return found.st_nlink == 1 and found.st_size == size
+    """Whether a lasting draft is whole enough for a writer that goes on, and its own."""
+    return is_ours(found) and found.st_nlink == 1 and found.st_size == size
+
+
+def is_ours(found: os.stat_result) -> bool:
+    """Whether it is a regular file of this user; another's may hold anything, and still change."""
+    user = os.geteuid() if hasattr(os, "geteuid") else found.st_uid
+    return stat.S_ISREG(found.st_mode) and found.st_uid == user
 
 
 class _DraftSource(LocalFile):
@@ -424,7 +452,7 @@ def fsync(fd: int) -> None:
         os.fsync(fd)
     except OSError as error:
         # What can't be synced (directories of some file systems) says so.
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+        if error.errno not in _UNSUPPORTED:
             raise
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from mfload import errors
 from mfload.planning.blocks import Block
 from mfload.saving.descriptors import closed, number, opened
-from mfload.saving.drafts import BLOCK, Draft
+from mfload.saving.drafts import BLOCK, Draft, is_ours
 
 _LINE = re.compile(rb"(\d{1,9}) (\d{1,19}) (\d{1,19}) ([0-9a-f]{32})\n")
 
@@ -45,9 +45,11 @@ class Journal:
         flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
         try:
             self._file = opened(self.path, flags, 0o600)
-            lines = (self._file.readall() or b"").splitlines(keepends=True)
+            going_on = is_ours(os.fstat(number(self._file))) and all(d.resumed for d in drafts)
+            raw = self._file.readall() if going_on else None
+            lines = (raw or b"").splitlines(keepends=True)
             head = f"{key}\n".encode()
-            if lines[:1] == [head] and all(draft.resumed for draft in drafts):
+            if lines[:1] == [head]:
                 for line in filter(None, map(_LINE.fullmatch, lines[1:])):
                     self._take(*line.groups())
             if not self.found:

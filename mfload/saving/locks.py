@@ -20,6 +20,7 @@ from mfload.saving.descriptors import closed, is_at, number, opened
 from mfload.saving.targets import Location
 
 _TICK = 0.01  # Seconds between two tries for a lock.
+_PATIENCE = 600.0  # Seconds for names to be changed by others that save into a directory.
 _TRIES = 100  # On some file systems a name and a descriptor tell of different files.
 
 _holders: set[tuple[object, ...]] = set()
@@ -51,8 +52,13 @@ def locked(path: str) -> Generator[int]:
     """Keeps other saves out of a directory, and gives a descriptor of it to sync."""
     with files.open_directory(path) as fd, _held(path):
         try:
+            end = time.monotonic() + _PATIENCE
             # In ticks, so that Ctrl-C gets through.
             while files.lock(fd) is False:
+                if time.monotonic() > end:
+                    what = "another process keeps the directory locked"
+                    within = f"the end of a save into it within {_PATIENCE:g} s"
+                    raise errors.TargetError(what, file=path, expected=within)
                 time.sleep(_TICK)
             yield fd
         finally:
@@ -96,25 +102,38 @@ def _took_lock(path: str, target: str) -> FileIO | None:
 
     On a file system that has no locks the file goes at once.
     """
-    flags = os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
     for left in reversed(range(_TRIES)):
+        flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        # Linux may refuse O_CREAT of another user's file in a sticky directory.
+        if new := not os.path.lexists(path):
+            flags |= os.O_CREAT
         try:
             try:
                 file = opened(path, os.O_RDWR | flags, 0o666)
-            except PermissionError:  # One that another user left.
-                file = opened(path, os.O_RDONLY | flags, 0o666)
+            except PermissionError as error:  # One that another user left.
+                try:
+                    # In sticky directories Linux refuses O_CREAT for what is another's.
+                    file = opened(path, os.O_RDONLY | flags & ~os.O_CREAT)
+                except FileNotFoundError:
+                    raise error from None
         except OSError as error:
-            action = f"lock the target with {os.path.basename(path)}"
+            if left and os.path.lexists(path) == new:  # It came, or went, meanwhile.
+                continue
+            action = "make files in the target's directory"
+            if not new:
+                action = f"lock the target with {os.path.basename(path)}"
             raise errors.from_target(error, target, action) from error
         free = files.lock(file.fileno())
-        if free and (is_at(file, path) or not left):
+        there = is_at(file, path) or not left
+        if free and there:
             return file
-        closed(file)  # If it was free, its last owner has just removed it.
-        if free is None:
-            _remove(path)
-            return file
+        closed(file)
         if free is False:
             break
+        if there:
+            _remove(path)
+            return file
+        # Its last owner has just removed it; on NFS its lock may fail then (ESTALE).
     return None
 
 

@@ -42,7 +42,9 @@ def check_target(path: str, *, overwrite: bool) -> None:
         return
     except OSError as error:
         raise errors.from_target(error, path, "look at the manifest") from error
-    if not (overwrite and (stat.S_ISREG(mode) or is_cached(path)) and is_manifest(path)):
+    replaced = overwrite and (stat.S_ISREG(mode) or is_cached(path)) and is_manifest(path)
+    # One that is gone was another writer's.
+    if not replaced and os.path.lexists(path):
         what = "the file exists already; overwrite=True replaces it if it is a manifest"
         raise errors.TargetExistsError(what, file=path)
 
@@ -52,12 +54,16 @@ def is_manifest(path: str) -> bool:
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             return False
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=_opened) as file:
             return _MARK.match(file.read(_HEAD)) is not None
     except FileNotFoundError:
         return False
     except OSError as error:
         raise errors.from_target(error, path, "look at the manifest that is there") from error
+
+
+def _opened(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # It may be a FIFO by now.
 
 
 @contextlib.contextmanager
@@ -106,7 +112,8 @@ def replaced(
     try:
         try:
             for path, hidden in away.items():
-                os.rename(path, hidden)
+                with contextlib.suppress(FileNotFoundError):  # It has gone by itself.
+                    os.rename(path, hidden)
             if away:
                 fsync(directory)
         except OSError as error:

@@ -16,6 +16,7 @@ numbers too.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -34,7 +35,10 @@ MAX_SIZE = 256 << 20
 """Bytes of the longest manifest that is read: some two million tensors."""
 
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<total>[0-9]+)(?P<end>\.[^.]+)?", re.DOTALL)
+_LIST = re.compile(r".+\+[0-9]+-[0-9a-f]{12}" + re.escape(SUFFIX), re.DOTALL)
 _WHOLE = "checkpoint"
+# What is said of a name that nothing has, or can have: earlier versions cut no long ones.
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def named(name: str) -> str:
@@ -96,25 +100,24 @@ def rivals(directory: str, manifest: str, names: Collection[str]) -> list[str]:
 
     `names` are those of the own files, and of the index.
     """
-    try:
-        listed = sorted(os.listdir(directory))
-    except OSError:
-        return []
     ours = {as_text(saved_as(name)) for name in names}
-    files = [n for n in listed if n.endswith((*FORMATS, INDEX_SUFFIX)) and n[0] != "."]
+    files = [n for n in _listed(directory) if n.endswith((*FORMATS, INDEX_SUFFIX)) and n[0] != "."]
     others = [n for n in files if as_text(saved_as(n)) not in ours]
     return [n for n in others if manifest in _old_names([n], n)]
 
 
 def lying(directory: str, names: Collection[str], index: str | None = None) -> list[str]:
-    """Names of the manifests in a directory that are of these files, and of no others.
+    """Names of the manifests in a directory that are of these files, also if of others too.
 
-    These are the ones to remove when all of the files, which are of one checkpoint, are replaced.
+    These are the ones to remove when the files, which are of one checkpoint, are replaced: a set of
+    shards is no longer what its manifest says if one of them is another.
     """
     new = {*map(named, names)}
-    old = {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
+    others = {named(_WHOLE), *(named(saved_as(name)) for name in names)}
+    others |= {n for name in names for n in _old_names([name])} | {*_old_names([*names], index)}
+    others |= {n for n in _listed(directory) if _LIST.fullmatch(n)}
     found: list[str] = []
-    for name in sorted(new | old):
+    for name in sorted(new | others):
         if not _is_file(os.path.join(directory, name)):
             continue
         own = name in new and not rivals(directory, name, [*names, index or ""])
@@ -123,13 +126,20 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
     return found
 
 
+def _listed(directory: str) -> list[str]:
+    try:
+        return sorted(os.listdir(directory))
+    except OSError:
+        return []
+
+
 def is_there(path: str) -> bool:
     """Whether something has the name of a manifest; raises SourceError if that can't be told."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except OSError as error:
+        if error.errno in _NOTHING:
+            return False
         raise errors.from_os(error, path, "look at the manifest") from error
     return True
 
@@ -137,23 +147,25 @@ def is_there(path: str) -> bool:
 def _is_file(path: str) -> bool:
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
     except OSError as error:
+        if error.errno in _NOTHING:
+            return False
         raise errors.from_target(error, path, "look at the manifest") from error
 
 
 def _is_of(directory: str, manifest: str, names: Collection[str], index: str | None) -> bool:
-    """Whether a manifest is of these files alone, by the files that it names."""
+    """Whether a manifest is of these files, or some of them, by the files that it names."""
     path = os.path.join(directory, manifest)
     try:
         source = sources.find(path)
-        table = strict_json.loads(source.read(0, min(source.size, MAX_SIZE)), path, "manifest")
+        if source.size > MAX_SIZE:
+            return False
+        table = strict_json.loads(source.read(0, source.size), path, "manifest")
         files = {*table.get("files", ()), *table.get("identity", ())}
     except (errors.MfloadError, AttributeError, TypeError):
         return False  # Nothing tells.
     if files:
-        return files <= {*map(as_text, names)}
+        return not files.isdisjoint(map(as_text, names))
     return not incomplete(names) and not rivals(directory, manifest, [*names, index or ""])
 
 

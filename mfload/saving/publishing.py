@@ -21,6 +21,7 @@ and says so if that had names of its own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
@@ -78,7 +79,7 @@ class SaveTarget:
 
         Without the directory's lock, what is there may change meanwhile.
         """
-        place, old = self.place, targets.look(self.place)
+        place, old = self.place, targets.look(self.place, names)
         if old.found and not self.overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
             if not old.sharded and place.name not in old.found:
@@ -159,17 +160,17 @@ class SaveTarget:
                         # First: what it says is of none of the drafts that are made now.
                         _remove([journal.name(paths[0])])
                     self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
-                    for path, name, made in zip(paths, names, layouts, strict=True):
-                        given = path, made.size, place.at(name), self.like
-                        try:
+                    try:
+                        for path, name, made in zip(paths, names, layouts, strict=True):
+                            given = path, made.size, place.at(name), self.like
                             drafts.append(Draft(*given, lasting=key is not None))
-                        except BaseException:
-                            for each in drafts:
-                                each.lasting = False
-                            raise
-                        drafts[-1].changed = changed
-                    if drafts[0].named and _swaps(old, names):
-                        self._check_links(drafts[0])
+                            drafts[-1].changed = changed
+                        if drafts[0].named and _swaps(old, names):
+                            self._check_links(drafts[0])
+                    except BaseException:
+                        for each in drafts:
+                            each.lasting = False
+                        raise
                 yield drafts
             finally:
                 for draft in drafts:
@@ -195,7 +196,13 @@ class SaveTarget:
                 files.fsync(directory)
             except OSError as error:
                 raise errors.from_target(error, place.directory, "remove files") from error
-        _remove_left(sorted({place.at(name) for name in left} - ours))
+        hidden = sorted({*map(place.at, left)} - {*map(place.at, shards)} - ours)
+        _remove_left(hidden)
+        if stay := [os.path.basename(path) for path in hidden if os.path.lexists(path)]:
+            self._notes.append(
+                "a save that did not finish left files, which can't be removed; if no process is "
+                f"writing them any more, remove them: {_shown(stay)}"
+            )
 
     def _check_links(self, draft: Draft) -> None:
         """Refuses to replace shards on a file system without hard links, before bytes come."""
@@ -273,6 +280,8 @@ class SaveTarget:
             told = errors.from_target(error, self.path, "put the files in their place")
             if self.committed:
                 told.message += "; the new checkpoint is whole, and loads by its index"
+            elif told.errno == errno.EBUSY:
+                told.message += "; a file that is mounted can't be replaced, mount its directory"
             raise told from (None if told is error else error)
         raise errors.TargetError(
             "cannot replace a sharded checkpoint with an empty one; remove it first",
@@ -289,6 +298,8 @@ def write_manifest(
     beside it; the manifest is not written if it raises.
     """
     path = place_of(path)
+    if "\0" in path:
+        raise errors.UsageError("not a path", expected="the path of a manifest", found=repr(path))
     manifest_files.check_target(path, overwrite=overwrite)
     place = Location(*os.path.split(path))
     with locked(place.directory) as directory:
@@ -382,7 +393,7 @@ class _Change:
         try:
             draft.write(0, [raw])
             draft.sync()
-            # Until the disk denies it: Ctrl-C may come right after the rename.
+            # Ctrl-C may come right after the rename: in place unless the disk says that it is not.
             target.committed = True
             yield draft
         except BaseException:
@@ -426,8 +437,15 @@ def _remove_left(paths: Iterable[str]) -> None:
     """Removes those of these files that no living writer has locked."""
     for path in paths:
         with contextlib.suppress(OSError):
+            if os.path.islink(path):  # No writer's.
+                os.unlink(path)
+                continue
             # The open of a FIFO would wait for a writer.
-            fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+            flags = getattr(os, "O_NONBLOCK", 0)
+            try:  # NFS and SMB lock only what is open for writing.
+                fd = os.open(path, os.O_RDWR | flags)
+            except PermissionError:
+                fd = os.open(path, os.O_RDONLY | flags)
             try:
                 if files.lock(fd):
                     os.unlink(path)
@@ -438,15 +456,16 @@ def _remove_left(paths: Iterable[str]) -> None:
 
 def _make_directory(path: str) -> None:
     """Makes a directory and those above it, on disk, if they do not exist."""
-    if os.path.lexists(path):
-        return
-    parent = os.path.dirname(path)
-    _make_directory(parent)
-    try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(path)
-        with files.open_directory(parent) as fd:
-            files.fsync(fd)
-    except OSError as error:
-        told = errors.from_target(error, path, "make the directory")
-        raise told from (None if told is error else error)
+    missing: list[str] = []
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path)
+            with files.open_directory(os.path.dirname(path)) as fd:
+                files.fsync(fd)
+        except OSError as error:
+            told = errors.from_target(error, path, "make the directory")
+            raise told from (None if told is error else error)

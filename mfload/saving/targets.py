@@ -191,7 +191,7 @@ class Existing(NamedTuple):
         left: Files of writers that died, or have not finished: hidden ones, and shards to which
             the draft of an index leads.
         doubt: An index that can't be read: it may lead to any file, so that none may go.
-        manifests: Names of its manifests.
+        manifests: Names of its manifests, and of those that name a file that is to be written.
         links: Names of links into a cache of blobs that are replaced.
     """
 
@@ -205,8 +205,8 @@ class Existing(NamedTuple):
     links: Sequence[str] = ()
 
 
-def look(place: Location) -> Existing:
-    """Looks at what lies at a place."""
+def look(place: Location, coming: Iterable[str] = ()) -> Existing:
+    """Looks at what lies at a place; `coming` are names of the files that are to be written."""
     try:
         names = frozenset(os.listdir(place.directory))
     except FileNotFoundError:  # It will be made.
@@ -245,7 +245,8 @@ def look(place: Location) -> Existing:
     left = hidden.union(early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
     some = any(name.endswith(manifests.SUFFIX) for name in names)
-    ours, index = {place.name, *files}, place.index if stem else None
+    ours = {place.name, *files, *early, *coming}
+    index = place.index if stem else None
     theirs = frozenset(manifests.lying(place.directory, ours, index) if some else ())
     return Existing(found, indexed or bool(placed), files, kept, left, doubt, theirs)
 

@@ -89,7 +89,7 @@ def begin(
         given = [_global(n, each) if n in spread else rows[n] for n, each in held.items()]
         limit, align = layout.shard_limit(max_shard_size), layout.checked_align(align)
         layouts = [layout.lay_out(each, metadata, align) for each in layout.split(given, limit)]
-        lines = [f"{os.fspath(path)!r}, overwrite={overwrite}"]
+        lines = [f"{os.fspath(path)!r}, overwrite={overwrite}, checksums={seal}"]
         lines += [f"{n}: {each.shape} {each.dtype}" for n, each in spread.items()]
         # Global arrays are one array; what each process made for itself may differ.
         lines += [f"{each.name}: values {_digest(fetched(each))}" for each in local]
@@ -98,8 +98,7 @@ def begin(
         prefix, target, drafts = "", None, list[Draft]()
         if first:
             target, key = SaveTarget(path, overwrite, sealed=seal is not None), secrets.token_hex(8)
-            wait = None if timeout is None else deadline
-            drafts = stack.enter_context(target.drafts(layouts, key, wait))
+            drafts = stack.enter_context(target.drafts(layouts, key, deadline if timeout else None))
             for draft in drafts:
                 draft.lasting = False
             prefix = drafts[0].hidden.rpartition("-")[0]

@@ -70,7 +70,7 @@ def is_cached(path: str) -> bool:
 def resolved(path: str) -> str:
     """The path with its directory resolved; if it is a symbolic link, its own."""
     directory, name = os.path.split(path)
-    with suppress(ValueError):  # A null byte.
+    with suppress(ValueError, OSError):  # A null byte; a working directory that is gone.
         directory = os.path.realpath(directory)
     return os.path.join(directory, name)
 

@@ -388,6 +388,36 @@ def test_a_journal_that_lies(
         _assert_same(target)
 
 
+@pytest.mark.parametrize("which", ["draft", "journal", "link"])
+def test_what_others_left_is_not_gone_on_with(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    """In a directory that others may write to: both could have been made to fit each other."""
+    if which != "link" and os.geteuid():
+        pytest.skip("needs root")
+    target = tmp_path / "out.safetensors"
+    with monkeypatch.context() as patch:
+        _stopping(patch, 6, _Stop())
+        with pytest.raises(KeyboardInterrupt):
+            mfload.convert(source, target)
+    path = next(
+        tmp_path / n for n in _hidden(tmp_path) if n.endswith("journal") == (which == "journal")
+    )
+    mine = tmp_path / "mine"
+    if which == "link":
+        path.rename(mine)
+        path.symlink_to(mine)
+        before = mine.read_bytes()
+    else:
+        os.chown(path, 4242, -1)
+    done = mfload.convert(source, target)
+    assert "went on" not in str(done)
+    _assert_same(target)
+    assert not _hidden(tmp_path)
+    assert target.stat().st_uid == os.geteuid()
+    assert which != "link" or mine.read_bytes() == before
+
+
 class TestFailures:
     """Of what lies beside the files: told, and nothing is left or lost."""
 

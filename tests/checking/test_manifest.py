@@ -137,6 +137,17 @@ _BAD: dict[str, Any] = {
 }  # fmt: skip
 
 
+def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.UsageError, match="not a path"):
+        Manifest({}).write("a\0b.json")
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(errors.TargetError, match="No such file or directory"):
+        Manifest({}).write("a.json")
+
+
 @pytest.mark.parametrize("name", _BAD)
 def test_what_is_no_manifest_is_refused_by_name(name: str, tmp_path: Path) -> None:
     path = tmp_path / "m.json"

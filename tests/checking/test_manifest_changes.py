@@ -319,6 +319,26 @@ def test_what_a_killed_writer_of_a_manifest_left_goes(tmp_path: Path) -> None:
     assert not _hidden(tmp_path)
 
 
+def test_an_interrupt_right_after_the_switch_brings_no_old_manifest_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    mfload.save(OLD, path, checksums=True, max_shard_size=800)
+    index, real = f"{path}.index.json", Draft.publish
+
+    def publish(draft: Draft, name: str, **options: Any) -> None:
+        real(draft, name, **options)
+        if name == index:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "publish", publish)
+        with pytest.raises(KeyboardInterrupt):
+            mfload.save(NEW, path, checksums=True, max_shard_size=800, overwrite=True)
+    samples.assert_same(mfload.load(index, "numpy"), NEW)
+    assert mfload.verify(index).ok
+
+
 def test_a_failed_convert_keeps_the_manifest_of_its_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +428,47 @@ def test_what_the_disk_gives_back_is_what_is_damaged(
     samples.assert_same(mfload.load(path, "numpy"), OLD)
 
 
+@pytest.mark.parametrize(
+    ("kind", "seen"),
+    [
+        (errors.ReadError, errors.WriteError),
+        (errors.LoadTimeoutError, errors.LoadTimeoutError),
+        (errors.MemoryLimitError, errors.MemoryLimitError),
+    ],
+)
+def test_what_fails_while_it_is_read_back_names_the_target(
+    kind: type[errors.MfloadError],
+    seen: type[errors.MfloadError],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def scan(files: Any, *_: Any) -> None:
+        raise kind("no", file=files[0].name)
+
+    monkeypatch.setattr(sealing, "scan", scan)
+    path = tmp_path / "model.safetensors"
+    with pytest.raises(seen) as caught:
+        mfload.save(OLD, path, checksums=True)
+    assert caught.value.file == os.fspath(path)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_old_manifest_that_goes_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "model.safetensors", os.rename
+    mfload.save(OLD, path, checksums=True)
+
+    def rename(old: str, new: str) -> None:
+        if old.endswith(".checksums.json"):
+            os.unlink(old)
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    mfload.save(NEW, path, overwrite=True, checksums=True)
+    assert mfload.verify(path, checksums="check").ok
+
+
 def test_sums_of_data_that_was_replaced_are_not_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -425,6 +486,22 @@ def test_sums_of_data_that_was_replaced_are_not_written(
     monkeypatch.undo()
     assert mfload.verify(path, checksums="check").ok
     assert not _hidden(tmp_path)
+
+
+def test_a_manifest_that_another_writer_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "model.safetensors"
+    mfload.save(OLD, path, checksums=True)
+    real = manifest_files.is_manifest
+
+    def late(name: str) -> bool:
+        Path(name).unlink(missing_ok=True)
+        return real(name)
+
+    monkeypatch.setattr(manifest_files, "is_manifest", late)
+    assert mfload.verify(path, checksums="write", overwrite=True).ok
+    assert mfload.verify(path, checksums="check").ok
 
 
 def test_a_replaced_checkpoint_is_not_called_damaged(

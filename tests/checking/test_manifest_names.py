@@ -285,7 +285,7 @@ def test_which_manifests_go_with_a_checkpoint(tmp_path: Path) -> None:
 
     for files, gone in (
         (["m.safetensors"], True), (shards, True), (["m.npz"], False), (["m-1.safetensors"], False),
-        (["m.safetensors", "m.npz"], False), ([], False),
+        (["m.safetensors", "m.npz"], True), ([], False),
     ):  # fmt: skip
         write("m.checksums.json", *files)
         wanted = sorted([*new, *(["m.checksums.json"] if gone else [])])
@@ -295,6 +295,63 @@ def test_which_manifests_go_with_a_checkpoint(tmp_path: Path) -> None:
     assert "m.checksums.json" in lying()  # It can be of nothing else.
     (tmp_path / "m.checksums.json").write_text("{")
     assert "m.checksums.json" not in lying()
+
+
+_FIRST = "model-00001-of-00002.safetensors"
+
+
+def _save_shard(path: Path) -> Any:
+    return mfload.save({"a": np.full(5, 9)}, path / _FIRST, overwrite=True)
+
+
+def _align_shard(path: Path) -> Any:
+    return mfload.align(path / _FIRST, align=8192, overwrite=True)
+
+
+@pytest.mark.parametrize("write", [_save_shard, _align_shard])
+def test_the_manifest_of_a_set_goes_when_one_shard_is_replaced(write: Any, tmp_path: Path) -> None:
+    arrays = {name: np.full(5, n) for n, name in enumerate("ab")}
+    saved = mfload.save(arrays, tmp_path, max_shard_size=40, checksums=True)
+    told = write(tmp_path).notes
+    assert any(manifests.SUFFIX in note and "removed" in note for note in told), told
+    found = mfload.verify(saved.files[-1])
+    assert found.ok, found
+    assert found.manifest is None
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_the_manifest_of_several_files_goes_with_one(
+    number: int, listed: bool, tmp_path: Path
+) -> None:
+    files = [tmp_path / f"part{n}.safetensors" for n in (1, 2)]
+    for n, file in enumerate(files, 1):
+        mfload.save({f"w{n}": np.zeros(5)}, file)
+    whole = files if listed else tmp_path
+    assert mfload.verify(whole, checksums="write").ok
+    mfload.save({"x": np.zeros(5)}, tmp_path / "x/part3.safetensors")
+    assert mfload.verify(whole, checksums="check").ok
+    mfload.save({f"w{number}": np.ones(5)}, files[number - 1], overwrite=True)
+    found = mfload.verify(whole)
+    assert found.ok, found
+    assert found.manifest is None
+
+
+@pytest.mark.parametrize("before", ["nothing", "a file"])
+def test_no_manifest_of_an_earlier_shard_lies_by_a_new_one(before: str, tmp_path: Path) -> None:
+    arrays = {name: np.full(5, n) for n, name in enumerate("ab")}
+    mfload.save(arrays, tmp_path, max_shard_size=40)
+    assert mfload.verify(tmp_path / _FIRST, checksums="write").ok
+    for path in tmp_path.glob("*.safetensors*"):
+        if not path.name.endswith(manifests.SUFFIX):
+            path.unlink()
+    arrays["a"] += 1
+    if before == "a file":
+        mfload.save(arrays, tmp_path)
+    with pytest.raises(errors.TargetExistsError):
+        mfload.save(arrays, tmp_path, max_shard_size=40)
+    mfload.save(arrays, tmp_path, max_shard_size=40, overwrite=True)
+    assert mfload.verify(tmp_path / _FIRST).ok
 
 
 def test_a_name_without_an_end_may_be_an_old_manifest_s(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,18 @@ def test_a_record_of_a_download_is_of_a_file_that_was_not_written_since(tmp_path
     }.items():
         (records / "a.safetensors.metadata").write_text(text)
         assert bool(published.expected("auto", [os.fspath(file)])) == known
+
+
+def test_a_record_that_is_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    records = tmp_path / ".cache" / "huggingface" / "download"
+    records.mkdir(parents=True)
+    (tmp_path / "a.safetensors").write_bytes(b"")
+    os.mkfifo(records / "a.safetensors.metadata")
+    code = (
+        "import sys; from mfload.checking.published import expected; expected('auto', sys.argv[1:])"
+    )
+    given = [sys.executable, "-c", code, str(tmp_path / "a.safetensors")]
+    subprocess.run(given, check=True, timeout=30)
 
 
 def test_digits_that_are_too_few_are_told_what_was_wanted(files: list[str]) -> None:

@@ -32,7 +32,7 @@ def _assert_same(found: Any) -> None:
 
 
 def test_each_writes_what_it_holds(tmp_path: Path) -> None:
-    cases = ("flat", "tree", "shards", "alone", "boxes", "exists", "differ", "fails")
+    cases = ("flat", "tree", "shards", "alone", "boxes", "exists", "differ", "other-sums", "fails")
     one, two = _launch(tmp_path, *cases)
     for each in (one, two):
         for case in cases[:5]:
@@ -58,7 +58,8 @@ def test_each_writes_what_it_holds(tmp_path: Path) -> None:
         "TargetExistsError",
         "ProcessError",
     }
-    assert {each.said["differ"]["error"] for each in (one, two)} == {"ProcessError"}
+    for case in ("differ", "other-sums"):
+        assert {each.said[case]["error"] for each in (one, two)} == {"ProcessError"}
     assert one.said["fails"]["error"] == "ProcessError"
     assert two.said["fails"]["error"] == "WriteError"
     assert not (tmp_path / "fails.safetensors").exists()

@@ -96,6 +96,18 @@ def test_all_of_it_is_taken_over(
     assert len(made.files) > 3 or call != "shards"
 
 
+def test_what_lies_beside_the_weights_keeps_its_permissions(tmp_path: Path) -> None:
+    source, target = tmp_path / "from", tmp_path / "to"
+    for number, arrays in enumerate((OLD, NEW)):
+        mfload.save(arrays, source / "model.safetensors", overwrite=True)
+        (source / "config.json").write_text(f"{number}")
+        mfload.convert(source, f"{target}/", overwrite=True)
+        for path in () if number else target.iterdir():
+            path.chmod(0o600)
+    assert (target / "config.json").read_text() == "1"
+    assert [stat.S_IMODE(path.stat().st_mode) for path in target.iterdir()] == [0o600, 0o600]
+
+
 def test_a_default_list_of_the_directory_grants_nothing_new(tmp_path: Path) -> None:
     target = tmp_path / "model.safetensors"
     mfload.save(OLD, target)
@@ -224,3 +236,12 @@ def test_a_file_that_may_not_be_written_is_gone_on_with(
     assert scenarios.hidden(tmp_path) == []
     assert stat.S_IMODE(target.stat().st_mode) == 0o400
     assert scenarios.found(target, {"old": OLD}) == "old"
+
+
+def test_one_private_file_keeps_all_private(tmp_path: Path) -> None:
+    target = tmp_path / "model.safetensors"
+    mfload.save(OLD, target, max_shard_size=9000)
+    sorted(tmp_path.glob("model-*"))[-1].chmod(0o600)
+    mfload.save(NEW, target, max_shard_size=9000, overwrite=True)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
+    assert scenarios.found(tmp_path, {"new": NEW}) == "new"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -293,6 +294,36 @@ def test_another_user(memory: Path) -> None:
         )  # fmt: skip
         assert found.stdout.startswith(told)
     assert not lock_of(target).exists()
+
+
+def test_a_directory_that_stays_locked(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another program, say, which may read it and no more."""
+    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
+    with drafts.open_directory(str(target.parent)) as held:
+        assert drafts.lock(held)
+        with pytest.raises(errors.TargetError, match="keeps the directory locked"):
+            mfload.save(NEW, target)
+    assert os.listdir(target.parent) == []
+    mfload.save(NEW, target)
+
+
+def test_a_lock_that_may_not_be_made_anew(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux refuses O_CREAT for another's file in a sticky directory, where it may be read."""
+    real, made = locks.opened, list[int]()
+
+    def refusing(path: str, flags: int, *mode: int) -> Any:
+        made.append(flags)
+        if flags & os.O_CREAT:
+            raise PermissionError(errno.EACCES, "sticky")
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(locks, "opened", refusing)
+    with pytest.raises(errors.TargetError, match="could not lock the target") as caught:
+        mfload.save(NEW, target)
+    assert caught.value.errno == errno.EACCES
+    lock_of(target).touch()
+    mfload.save(NEW, target)
+    assert scenarios.found(target, {"new": NEW}) == "new"
 
 
 def test_without_locks_there_are_none(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

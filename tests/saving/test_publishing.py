@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,6 @@ from mfload.saving import drafts, locks, publishing
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.targets import Location
 from mfload.sources.local import LocalFile
 
 __all__ = ["memory"]
@@ -190,8 +190,8 @@ class TestExisting:
         real = publishing.targets.look
         looks: list[Any] = []
 
-        def look(place: Location) -> Any:
-            looks.append(real(place))
+        def look(*given: Any) -> Any:
+            looks.append(real(*given))
             if len(looks) == 3:  # The last look, under the lock.
                 (tmp_path / name).write_text("mine")
             return looks[-1]
@@ -510,10 +510,15 @@ class TestRefused:
         """A file system that can't replace them at one stroke, told before bytes are written."""
         mfload.save(OLD, tmp_path, max_shard_size=old)
         before = files(tmp_path)
+        other = tmp_path.with_name("other.safetensors")
+        mfload.save(NEW, other, overwrite=True)
         monkeypatch.setattr(Draft, "write", None)
-        with faults.no_links(), pytest.raises(errors.TargetError, match="hard links"):
-            mfload.save(NEW, tmp_path, max_shard_size=new, overwrite=True)
-        assert files(tmp_path) == before
+        more: Any = {"max_shard_size": new, "overwrite": True}
+        for call in (partial(mfload.save, NEW), partial(mfload.convert, other)):
+            with faults.no_links(), pytest.raises(errors.TargetError, match="hard links"):
+                call(tmp_path, **more)
+            assert files(tmp_path) == before
+            assert scenarios.hidden(tmp_path) == []
 
 
 class TestOthers:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +150,13 @@ class TestNames:
         assert len(prefix) < 50
         assert prefix == Location("/e", "x" * 255).hidden
         assert prefix != Location("/d", "model.safetensors").hidden
+
+
+def test_directories_however_deep_are_made(tmp_path: Path) -> None:
+    path, limit = tmp_path / Path(*"a" * 90), sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack()) + 60)
+    try:
+        publishing._make_directory(str(path))
+    finally:
+        sys.setrecursionlimit(limit)
+    assert path.is_dir()

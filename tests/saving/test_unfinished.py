@@ -317,6 +317,34 @@ class TestOthers:
         with pytest.raises(errors.TargetExistsError):
             mfload.save(OLD, left)
 
+    @pytest.mark.parametrize("kind", ["owner", "link", "links"])
+    def test_a_draft_of_anybody_tells_nothing(self, kind: str, left: Path) -> None:
+        """Where others can write, it could name the user's own files, or be a link elsewhere."""
+        (draft,) = left.glob(".mfload-*-index")
+        if kind == "owner" and os.geteuid():
+            pytest.skip("needs root")
+        before = {path.name: path.read_bytes() for path in left.glob("model-*")}
+        if kind == "owner":
+            os.chown(draft, 4242, -1)
+        for path in [] if kind == "owner" else [draft] if kind == "link" else left.glob("model-*"):
+            time = path.stat().st_mtime_ns
+            other = path.rename(left.parent / path.name.removeprefix("."))
+            path.symlink_to(other)
+            os.utime(path, ns=(time, time), follow_symlinks=False)
+        assert mfload.load(left, "numpy").keys() == NEW.keys()
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(OLD, left)
+        assert {path.name: path.read_bytes() for path in left.glob("model-*")} == before
+
+    def test_a_draft_that_tells_nothing_is_not_read(
+        self, left: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may have millions of entries."""
+        (draft,) = left.glob(".mfload-*-index")
+        os.utime(draft, ns=(1, 1))
+        monkeypatch.delattr(unfinished, "read_index")
+        assert mfload.load(left, "numpy").keys() == NEW.keys()
+
     @pytest.mark.parametrize("gone", [0, 2])
     def test_without_a_draft_the_errors_say_what_to_do(self, gone: int, left: Path) -> None:
         """As earlier versions left them: they can't be told from a download without its index."""
