@@ -27,7 +27,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 from urllib.parse import unquote
 
 from mfload import errors, sources
@@ -79,6 +79,9 @@ class FileIdentity(NamedTuple):
 
     def __str__(self) -> str:
         return f"{errors.amount(self.size)} with the header {self.header[:16]}…"
+
+
+_OfFile = TypeVar("_OfFile", FileEntry, FileIdentity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,30 +182,13 @@ class Manifest:
                 manifest.
             TargetError: It can't be written.
         """
-        write(self, path, overwrite=overwrite)
+        text = self.text().encode()
+        publishing.write_manifest(text_path(path), text, overwrite=overwrite, check=None)
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" from {self.path}"
         tensors = errors.counted(len(self.tensors), "tensor")
         return f"<mfload manifest{where}: {tensors}, {errors.counted(len(self.files), 'file')}>"
-
-
-def write(
-    made: Manifest,
-    path: str | os.PathLike[str],
-    *,
-    overwrite: bool,
-    check: Callable[[], object] | None = None,
-) -> None:
-    """Writes a manifest (see `Manifest.write`).
-
-    `check` is called right before it gets its name, while the directory is locked against saves;
-    if it raises, nothing is written.
-    """
-    name = place_of(text_path(path))
-    if "\0" in name:
-        raise errors.UsageError("not a path", expected="the path of a manifest", found=repr(path))
-    publishing.write_manifest(name, made.text().encode(), overwrite=overwrite, check=check)
 
 
 def text_path(path: Any) -> str:
@@ -221,7 +207,7 @@ def beside(files: Sequence[str], index: str | None = None, *, whole: bool = Fals
     see `mfload.saving.manifests`. It lies where the data is, if symbolic links are followed.
     `whole` says that a directory was given.
     """
-    return _places(files, index, whole=whole)[0]
+    return _places(files, index, whole=whole)[1][0]
 
 
 def find(
@@ -249,8 +235,7 @@ def find(
         manifest that is for other files.
     """
     notes: list[str] = []
-    names = [*relative_names(files, index).values()]
-    paths = _places(files, index, whole=whole)
+    names, paths = _places(files, index, whole=whole)
     places = paths if near is None else [near(os.path.basename(path)) for path in paths]
     default: str | Source | None = places[0]
     for place in places:
@@ -280,7 +265,7 @@ def find(
 
 def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
     """Raises if a manifest of these files may not be written to a path."""
-    path = place_of(path)  # As `write` does.
+    path = place_of(path)
     manifest_files.check_target(path, overwrite=overwrite)
     rivals = manifests.rivals(*os.path.split(path), names)
     if rivals and os.path.lexists(path):
@@ -300,8 +285,8 @@ def check_beside(path: str, names: Collection[str], *, overwrite: bool) -> None:
 def older(files: Sequence[str], index: str | None, *, whole: bool, tensors: Tensors) -> list[str]:
     """Paths of manifests of exactly these files that have another name than the default."""
     found: list[str] = []
-    names = [*relative_names(files, index).values()]
-    for path in filter(os.path.isfile, _places(files, index, whole=whole)[1:]):
+    names, paths = _places(files, index, whole=whole)
+    for path in filter(os.path.isfile, paths[1:]):
         with contextlib.suppress(errors.SourceError, errors.FormatError):
             known = Manifest.read(path)
             rivals = _rivals(path, names, index)
@@ -392,24 +377,25 @@ def others(
 
 def relative_names(files: Sequence[str], index: str | None) -> dict[str, str]:
     """Names of files as a manifest has them: paths relative to its directory, as text."""
-    return dict(zip(files, map(manifests.as_text, _relative(files, index)), strict=True))
+    return dict(zip(files, map(manifests.as_text, _relative(files, index)[1]), strict=True))
 
 
-def _relative(files: Sequence[str], index: str | None) -> list[str]:
+def _relative(files: Sequence[str], index: str | None) -> tuple[str, list[str]]:
+    """The directory of a checkpoint, and paths of its files relative to that."""
     paths = _data(files, index)
-    directory = _directory(paths)
+    directory = os.path.commonpath([os.path.dirname(path) for path in paths])
     names = (os.path.relpath(path, directory) for path in paths[: len(files)])
-    return [name.replace(os.sep, "/") for name in names]
+    return directory, [name.replace(os.sep, "/") for name in names]
 
 
-def _places(files: Sequence[str], index: str | None, *, whole: bool) -> list[str]:
-    """Paths that a manifest may have; the first one is written."""
+def _places(files: Sequence[str], index: str | None, *, whole: bool) -> tuple[list[str], list[str]]:
+    """What a manifest calls the files, and the paths it may have; the first one is written."""
     if index is None and files[-1].endswith(discovery.INDEX_SUFFIX):
         files, index = files[:-1], files[-1]  # Of a save, whose index comes last.
     base = None if index is None else os.path.basename(_plain(index))
-    names = manifests.names_of(_relative(files, index), base, whole=whole)
-    directory = _directory(_data(files, index))
-    return [os.path.join(directory, name) for name in names]
+    directory, names = _relative(files, index)
+    found = manifests.names_of(names, base, whole=whole)
+    return list(map(manifests.as_text, names)), [os.path.join(directory, each) for each in found]
 
 
 def _data(files: Sequence[str], index: str | None) -> list[str]:
@@ -418,10 +404,6 @@ def _data(files: Sequence[str], index: str | None) -> list[str]:
     places = [place_of(path) for path in paths]
     apart = len({os.path.dirname(place) for place in places}) > 1
     return [resolved(path) for path in paths] if apart else places
-
-
-def _directory(paths: Sequence[str]) -> str:
-    return os.path.commonpath([os.path.dirname(path) for path in paths])
 
 
 def _plain(name: str) -> str:
@@ -457,9 +439,9 @@ def _parse(table: Any, path: str) -> Manifest:
     hashed = "algorithm" in table
     return Manifest(
         {name: _tensor(entry, name, path, hashed) for name, entry in table["tensors"].items()},
-        {name: _file(entry, name, path) for name, entry in table.get("files", {}).items()},
+        {n: _of_file(FileEntry, each, n, path) for n, each in table.get("files", {}).items()},
         path,
-        {name: _identity(entry, name, path) for name, entry in table.get("identity", {}).items()},
+        {n: _of_file(FileIdentity, each, n, path) for n, each in table.get("identity", {}).items()},
     )
 
 
@@ -473,17 +455,11 @@ def _tensor(entry: Any, name: str, path: str, hashed: bool) -> TensorEntry:
     raise _malformed(path, entry, name)
 
 
-def _file(entry: Any, name: str, path: str) -> FileEntry:
-    known = type(entry) is dict and entry.keys() == {"size", "sha256"}
-    if known and _is_count(entry["size"], 63) and _is_hex(entry["sha256"], 64):
-        return FileEntry(entry["size"], entry["sha256"])
-    raise _malformed(path, entry, name)
-
-
-def _identity(entry: Any, name: str, path: str) -> FileIdentity:
-    known = type(entry) is dict and entry.keys() == {"size", "header"}
-    if known and _is_count(entry["size"], 63) and _is_hex(entry["header"], 64):
-        return FileIdentity(entry["size"], entry["header"])
+def _of_file(kind: type[_OfFile], entry: Any, name: str, path: str) -> _OfFile:
+    size, digest = kind._fields
+    known = type(entry) is dict and entry.keys() == {size, digest}
+    if known and _is_count(entry[size], 63) and _is_hex(entry[digest], 64):
+        return kind(**entry)
     raise _malformed(path, entry, name)
 
 

@@ -255,9 +255,8 @@ def rewrite(
 
 def _manifest_of(index: Index, found: CheckpointFiles) -> tuple[str | None, list[str]]:
     """Path of the manifest of a source, or None; a note for each manifest of other files."""
-    files, whole = index.files, found.name is not None and [*index.files] != [found.name]
     given, notes = manifest.find(
-        files, found.index_file, whole=whole, tensors=lambda: index.tensors
+        index.files, found.index_file, whole=found.whole, tensors=lambda: index.tensors
     )
     path = given.path if isinstance(given, Manifest) else given
     return path if isinstance(path, str) and manifests.is_there(path) else None, notes

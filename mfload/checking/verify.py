@@ -20,7 +20,6 @@ from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers, Problem
-from mfload.formats.discovery import CheckpointFiles
 from mfload.load_options import LoadOptions, started
 from mfload.loading.execute import reader_threads
 from mfload.options import Options
@@ -28,7 +27,7 @@ from mfload.planning.blocks import Block
 from mfload.progress import shown
 from mfload.report import Printable, human
 from mfload.runtime import gc_paused
-from mfload.saving import manifest_files
+from mfload.saving import manifest_files, publishing
 from mfload.sources import PathOrBytes, is_source
 from mfload.sources.base import Source
 
@@ -161,13 +160,16 @@ def verify(
     seen = how.deadline.bound(
         lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
     )
+    names = manifests.relative_names(seen.found.names, seen.found.index_file)
     writes = checksums == "write"
     choose = partial(_chosen, seen, manifest, checksums, algorithm, overwrite=overwrite)
     chosen = how.deadline.bound(choose, "reading the manifest", seen.found.name)
     known = chosen.known
     of_tensors &= known is None or known.hashed
     by_file = of_files and (writes or known is not None)
-    expected, differing = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
+    expected, differing = _expected(
+        seen, known, names, sha256, of_tensors=of_tensors, of_files=by_file
+    )
     hashed: dict[Any, None] = dict.fromkeys(expected)
     if writes:
         hashed |= dict.fromkeys(seen.tensors if of_tensors else ())
@@ -230,7 +232,7 @@ def verify(
         seen.notes.append("no manifest was written, since there are problems")
         target = None
     elif target is not None:
-        _write(seen, target, digests, of_tensors, of_files, how, overwrite=overwrite)
+        _write(seen, target, names, digests, of_tensors, of_files, how, overwrite=overwrite)
         seen.notes += _removed(chosen.replaced)
     checked = {
         "headers": True,
@@ -319,14 +321,9 @@ def _searched(seen: Headers) -> dict[str, Any]:
     return {
         "files": found.names,
         "index": found.index_file,
-        "whole": _whole(found),
+        "whole": found.whole,
         "tensors": lambda: seen.tensors,
     }
-
-
-def _whole(found: CheckpointFiles) -> bool:
-    """Whether a directory was given, not files or an index."""
-    return found.index_file is None and found.name is not None and found.names != [found.name]
 
 
 def _manifest_beside(seen: Headers, *, written: bool) -> tuple[Any, list[str]]:
@@ -341,7 +338,7 @@ def _manifest_beside(seen: Headers, *, written: bool) -> tuple[Any, list[str]]:
         if not written:
             return manifests.find(**_searched(seen), near=near)
         found = seen.found
-        path = manifests.beside(found.names, found.index_file, whole=_whole(found))
+        path = manifests.beside(found.names, found.index_file, whole=found.whole)
         return path if near is None else near(os.path.basename(path)), []
     except (errors.UsageError, errors.SourceNotFoundError):
         return None, []
@@ -393,6 +390,7 @@ def _of_other_data(
 def _write(
     seen: Headers,
     target: str,
+    names: Mapping[str, str],
     digests: Mapping[Any, str],
     of_tensors: bool,
     of_files: bool,
@@ -401,7 +399,6 @@ def _write(
     overwrite: bool,
 ) -> None:
     """Writes the manifest of what was hashed, unless the files were replaced meanwhile."""
-    names = manifests.relative_names(seen.found.names, seen.found.index_file)
     entries = {
         names[source.name]: FileEntry(source.size, digests[number])
         for number, source in enumerate(seen.sources)
@@ -412,7 +409,7 @@ def _write(
     by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
     made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
     check = partial(scanning.check_unchanged, seen.sources, numbers, how)
-    manifests.write(made, target, overwrite=overwrite, check=check)
+    publishing.write_manifest(target, made.text().encode(), overwrite=overwrite, check=check)
 
 
 def _replaced(given: Sequence[Source]) -> list[Problem]:
@@ -439,7 +436,13 @@ def _removed(paths: Sequence[str]) -> list[str]:
 
 
 def _expected(
-    seen: Headers, known: Manifest | None, sha256: Sums, *, of_tensors: bool, of_files: bool
+    seen: Headers,
+    known: Manifest | None,
+    names: Mapping[str, str],
+    sha256: Sums,
+    *,
+    of_tensors: bool,
+    of_files: bool,
 ) -> tuple[dict[Any, PublishedSum], list[Problem]]:
     """Known digests, by name of tensor and number of file; problems of what the headers show."""
     files = seen.found.names
@@ -453,8 +456,7 @@ def _expected(
     expected: dict[Any, PublishedSum] = {}
     differing: list[Problem] = []
     if known is not None:
-        names = manifests.relative_names(files, seen.found.index_file)
-        single = seen.found.index_file is None and not _whole(seen.found)
+        single = seen.found.index_file is None and not seen.found.whole
         for file, name in names.items():
             if of_files and name in known.files:
                 sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))

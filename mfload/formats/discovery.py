@@ -80,6 +80,11 @@ class CheckpointFiles:
         """Path of the index; None if there is none."""
         return None if self.placed is None else self.name
 
+    @property
+    def whole(self) -> bool:
+        """Whether a directory was named, and neither files nor an index."""
+        return self.placed is None and self.name is not None and self.names != [self.name]
+
 
 class Opening(os.PathLike[str]):
     """A path that is found when the headers are read, where all processes hear of an error.

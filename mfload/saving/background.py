@@ -22,13 +22,10 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from mfload import errors
 from mfload.io import buffers
 from mfload.runtime import Deadline
 from mfload.saving import targets
-from mfload.saving.drafts import BLOCK
 from mfload.saving.layout import Layout
 from mfload.saving.save import Saved, fetched, threads_for
 from mfload.saving.writers import Writers
@@ -40,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("mfload")
 
 _PART = 32 << 20  # Bytes of a tensor that a thread copies at once.
+_SHARED_FROM = 64 << 10  # Smaller tensors are copied at once: sooner than a thread takes them.
 _KEPT_FROM = 32 << 20  # Bytes from which on a buffer is kept for the next save.
 _FREE = 8  # Linux: MADV_FREE.
 
@@ -256,41 +254,47 @@ class Snapshot:
 
         Tensors whose names are in `skip` are left as they are.
         """
-        places: list[list[int | None]] = []
+        places: dict[str, slice] = {}
         size = 0
         for made in layouts:
             offset = len(made.header)
-            places.append([])
             for row in made.entries:
-                place = None
                 if row.nbytes and row.where is not None and not row.frozen and row.name not in skip:
-                    place = size + (offset - size) % buffers.PAGE
-                    size = place + row.nbytes
-                places[-1].append(place)
+                    start = size + (offset - size) % buffers.PAGE
+                    size = start + row.nbytes
+                    places[row.name] = slice(start, size)
                 offset += row.nbytes
-        self._memory = _take(size)
-        copies = _Copies(self._memory)
+        self._memory, writers = _take(size), Writers(threads_for(size))
+        memory: Any = self._memory
+        kept: list[Layout] = []
         try:
-            kept: list[Layout] = []
-            for made, found in zip(layouts, places, strict=True):
-                rows = [
-                    row if row.name in skip else self._kept(row, place, copies)
-                    for row, place in zip(made.entries, found, strict=True)
-                ]
+            for made in layouts:
+                rows = [*made.entries]
+                for n, row in enumerate(made.entries):
+                    if row.name not in skip:
+                        to = memory[places[row.name]] if row.name in places else None
+                        rows[n] = self._kept(row, to, writers)
                 kept.append(made._replace(entries=rows))
-            copies.finish()
+            writers.drain()
         finally:
-            copies.writers.close()
+            writers.close()
         return kept
 
-    def _kept(self, row: TensorToSave, place: int | None, copies: _Copies) -> TensorToSave:
+    def _kept(self, row: TensorToSave, to: Bytes | None, writers: Writers) -> TensorToSave:
         data = fetched(row)
         if row.frozen:
             self.held += row.nbytes
         else:
             self.copied += row.nbytes
-        if place is not None:
-            data = copies.add(place, data)
+        if to is not None:
+            for at in range(0, row.nbytes, _PART):
+                copy = partial(_copy, to[at : at + _PART], data[at : at + _PART])
+                if row.nbytes < _SHARED_FROM:
+                    copy()
+                else:
+                    writers.put(copy)
+                del copy
+            data = to
         # Popped from a list, so that bytes are released when they were written; the array is now.
         return row._replace(where=None, fetch=[data].pop, cut=None)
 
@@ -306,6 +310,11 @@ class Snapshot:
             _spare[:] = [memory]
 
 
+def _copy(to: Bytes, data: Bytes) -> int:
+    to[:] = data
+    return to.size
+
+
 def _take(size: int) -> Bytes | None:
     """A buffer for a snapshot: that of an earlier one, if it is large enough."""
     if size >= _KEPT_FROM:
@@ -313,41 +322,3 @@ def _take(size: int) -> Bytes | None:
             if (memory := _spare.pop()).size >= size:
                 return memory
     return buffers.allocate(size) if size else None
-
-
-class _Copies:
-    """Copies bytes into a buffer by several threads, small neighbours together."""
-
-    def __init__(self, memory: Bytes | None) -> None:
-        self._memory: Any = memory
-        self.writers = Writers(0 if memory is None else threads_for(memory.size))
-        self._first = self._end = 0
-        self._pieces: list[Bytes] = []
-
-    def add(self, place: int, data: Bytes) -> Bytes:
-        """Copies bytes to a place in the buffer; returns the copy, complete after `finish`."""
-        if place != self._end:
-            self._put()
-            self._first = self._end = place
-        for at in range(0, data.size, _PART):
-            piece = data[at : at + _PART]
-            self._pieces.append(piece)
-            self._end += piece.size
-            if self._end - self._first >= BLOCK:
-                self._put()
-        return self._memory[place : self._end]
-
-    def finish(self) -> None:
-        """Waits until all is copied."""
-        self._put()
-        self.writers.drain()
-
-    def _put(self) -> None:
-        if self._pieces:
-            self.writers.put(partial(_copy, self._memory[self._first : self._end], self._pieces))
-        self._first, self._pieces = self._end, []
-
-
-def _copy(to: Bytes, pieces: Sequence[Bytes]) -> int:
-    np.concatenate(pieces, out=to)
-    return to.size

@@ -16,7 +16,6 @@ import ctypes
 import errno
 import os
 import stat
-import sys
 import threading
 import traceback
 from collections.abc import Generator, Sequence
@@ -27,7 +26,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.io import probes
-from mfload.io.buffers import PAGE, WorkerSlot
+from mfload.io.buffers import PAGE, WorkerSlot, libc
 from mfload.io.pread import IOV_MAX
 from mfload.saving.attributes import Attributes
 from mfload.saving.descriptors import closed, is_at, number, opened
@@ -324,9 +323,8 @@ class Draft:
     def discard(self) -> None:
         """Lets go of it; unless it was published, the file is gone. Twice does nothing."""
         try:
-            # Also look at the disk: an interrupt may have come before `named` was set.
-            named = self._fd >= 0 and (self.named or self.is_at(self.hidden))
-            if named and not self.lasting:
+            # Also without `named`: an interrupt may have come before that was set.
+            if self._fd >= 0 and not self.lasting:
                 with contextlib.suppress(OSError):
                     os.unlink(self.hidden)
         finally:
@@ -389,9 +387,8 @@ def allocate_file(fd: int, nbytes: int) -> None:
     """Gives an empty file its size, and the room for it if the file system can promise that."""
     # The system call itself: the C library's posix_fallocate writes to every block where a file
     # system can't, which takes as long as the data will.
-    code = errno.EINTR if sys.platform.startswith("linux") and nbytes else errno.ENOSYS
-    while code == errno.EINTR:
-        code = _fallocate(fd, nbytes)
+    while (code := _fallocate(fd, nbytes)) == errno.EINTR:
+        pass
     if code in (*_UNSUPPORTED, errno.ENODEV):
         os.ftruncate(fd, nbytes)
     elif code:
@@ -400,8 +397,10 @@ def allocate_file(fd: int, nbytes: int) -> None:
 
 def _fallocate(fd: int, nbytes: int) -> int:
     """Linux's fallocate(2); returns the number of its error, or 0."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    system = libc() if nbytes else None
+    if system is None:
+        return errno.ENOSYS
+    failed = system.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
     return ctypes.get_errno() if failed else 0
 
 

@@ -43,6 +43,7 @@ from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.locks import lock_of, locked, only_writer
 from mfload.saving.targets import Existing, Location
+from mfload.sources.local import place_of
 
 log = logging.getLogger("mfload")
 
@@ -69,8 +70,8 @@ class SaveTarget:
         self.path = self.place.path
         self.overwrite, self.sealed = overwrite, sealed
         self.like: Attributes | None = None  # What the new files take over from the old.
+        self.committed = False  # Whether a new index is in place.
         self._first: Draft | None = None
-        self._committed = False
         self._notes: list[str] = []
         self._look([self.place.name], locked=False)
 
@@ -106,8 +107,7 @@ class SaveTarget:
             # The link's own neighbours would go on hiding what lies behind it.
             several = targets.look(Location(*os.path.split(place.linked))).sharded
         if not several:
-            place.check_names(names)
-            return old
+            return old._replace(links=place.check_names(names))
         if place.linked is not None:
             raise errors.TargetError(
                 "several files can't be replaced through a symbolic link; name its target",
@@ -126,8 +126,7 @@ class SaveTarget:
                     "name that index's checkpoint, or another target",
                     file=place.at(name),
                 )
-        place.check_names(sorted({*names, place.index, *old.files}))
-        return old
+        return old._replace(links=place.check_names(sorted({*names, place.index, *old.files})))
 
     @contextmanager
     def drafts(
@@ -231,20 +230,17 @@ class SaveTarget:
         with locked(place.directory) as directory:
             old = self._look(names)
             theirs = sorted(old.manifests)
-            # Links into a cache of blobs, which are replaced: `_look` refuses others.
-            links = [n for n in {*names, place.index} if os.path.islink(place.at(n))]
             given = place.manifest, manifest, Attributes.of(map(place.at, theirs)) or self.like
             change = _Change(self, directory, drafts, layouts)
             self._first = drafts[0]
-            try:
-                with (
-                    manifest_files.drafted(place, *given) as draft,
-                    manifest_files.replaced(place, theirs, draft, directory, change.landed),
-                ):
-                    notes = [*self._notes, *self._put(change, old, names)]
-            finally:
-                self._committed = change.committed
-        now = {n for n in links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))}
+            with (
+                manifest_files.drafted(place, *given) as draft,
+                manifest_files.replaced(place, theirs, draft, directory, self.placed),
+            ):
+                notes = [*self._notes, *self._put(change, old, names)]
+        now = {
+            n for n in old.links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))
+        }
         if now:
             told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
             notes.append(told)
@@ -270,7 +266,7 @@ class SaveTarget:
 
     def placed(self) -> bool:
         """Whether the new checkpoint is in place, also if an interrupt came right after."""
-        return self._committed or (self._first is not None and self._first.is_at(self.path))
+        return self.committed or (self._first is not None and self._first.is_at(self.path))
 
     def _put(self, change: _Change, old: Existing, names: Sequence[str]) -> list[str]:
         """Puts the files in their place; returns notes."""
@@ -282,9 +278,9 @@ class SaveTarget:
                 return change.replace(old, names)
         except OSError as error:
             told = errors.from_target(error, self.path, "put the files in their place")
-            if change.committed:
+            if self.committed:
                 told.message += "; the new checkpoint is whole, and loads by its index"
-            elif change.landed():
+            elif self.placed():
                 told.message += "; the new file is there, whole, but a loss of power may undo that"
             elif told.errno == errno.EBUSY:
                 told.message += "; a file that is mounted can't be replaced, mount its directory"
@@ -298,7 +294,14 @@ class SaveTarget:
 def write_manifest(
     path: str, text: bytes, *, overwrite: bool, check: Callable[[], object] | None
 ) -> None:
-    """Writes a manifest of files that are there already (see `checking.manifest`)."""
+    """Writes a manifest of files that are there already (see `checking.manifest`).
+
+    `check` is called right before it gets its name, while no save of mfload changes the files
+    beside it; the manifest is not written if it raises.
+    """
+    path = place_of(path)
+    if "\0" in path:
+        raise errors.UsageError("not a path", expected="the path of a manifest", found=repr(path))
     manifest_files.check_target(path, overwrite=overwrite)
     place = Location(*os.path.split(path))
     with locked(place.directory) as directory:
@@ -323,20 +326,16 @@ class _Change:
     directory: int
     drafts: Sequence[Draft]
     layouts: Sequence[Layout]
-    committed: bool = False  # Whether a new index is in place.
-    indexed: bool = False  # Whether one is at the end.
-
-    def landed(self) -> bool:
-        """Whether the new checkpoint is in place, or a part of it."""
-        place = self.target.place
-        alone = len(self.drafts) == 1 and self.drafts[0].is_at(place.path)
-        return self.committed or alone
+    indexed: bool = False  # Whether an index is there at the end.
 
     def commit(self, names: Sequence[str], *, indexed: bool, replaced: Sequence[str] = ()) -> None:
         """Gives the files these names and, if indexed, an index that leads to them its own."""
         paths, self.indexed = list(map(self.target.place.at, names)), indexed
         with self._index(names, replaced) if indexed else contextlib.nullcontext() as index:
             try:
+                # Without a hidden name, a file is known by what the index says.
+                if index is not None and not replaced:
+                    files.fsync(self.directory)
                 for draft, path in zip(self.drafts, paths, strict=True):
                     draft.publish(path, replace=self.target.overwrite)
                 if index is not None:
@@ -385,23 +384,22 @@ class _Change:
 
     @contextmanager
     def _index(self, names: Iterable[str], replaced: Sequence[str]) -> Generator[Draft]:
-        """An index that leads to files of these names, on disk under a hidden name."""
-        place = self.target.place
+        """An index that leads to files of these names, on disk but for its hidden name."""
+        target, place = self.target, self.target.place
         raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
         path = place.at(place.index)
         hidden = place.at(f"{place.hidden}{secrets.token_hex(8)}{unfinished.INDEX_END}")
-        draft = Draft(hidden, raw.size, path, self.target.like, lasting=True)
+        draft = Draft(hidden, raw.size, path, target.like, lasting=True)
         draft.lasting, draft.changed = False, self.drafts[0].changed
-        before = self.committed
+        before = target.committed
         try:
             draft.write(0, [raw])
             draft.sync()
-            files.fsync(self.directory)
             # Ctrl-C may come right after the rename: in place unless the disk says that it is not.
-            self.committed = True
+            target.committed = True
             yield draft
         except BaseException:
-            self.committed = before or draft.is_at(path)
+            target.committed = before or draft.is_at(path)
             raise
         finally:
             draft.discard()

@@ -7,8 +7,9 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 from mfload import errors, sources
@@ -18,18 +19,19 @@ from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, outside, read_index
 from mfload.formats.strict_json import encodable
 from mfload.saving import manifests
 from mfload.saving.layout import REPLACED
-from mfload.sources.local import is_cached, kind_of, place_of
+from mfload.sources.local import is_cached, kind_of, place_of, resolved
 
 _FOREIGN = (
     ".bin", ".ckpt", ".distcp", ".ggml", ".gguf", ".h5", ".hdf5", ".joblib", ".keras", ".nemo",
     ".onnx", ".pb", ".pdopt", ".pdparams", ".pickle", ".pkl", ".pt", ".pt2", ".pth", ".tar",
     ".tflite", ".zarr", ".zip",
 )  # fmt: skip
+_NUMBER = re.compile(r"-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
 OTHERS = (*(suffix for suffix in FORMATS if suffix != SUFFIX), *_FOREIGN)
 """Ends of names by which files are taken for another format than the one that is written."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Location:
     """A directory and the name of a single file in it.
 
@@ -51,9 +53,13 @@ class Location:
 
     def at(self, name: str) -> str:
         """The path of a name in the directory."""
-        return os.path.join(self.directory, name)
+        return self._root + name
 
-    @property
+    @cached_property
+    def _root(self) -> str:
+        return os.path.join(self.directory, "")
+
+    @cached_property
     def stem(self) -> str:
         """What the names of shards and index begin with; empty if there can be none."""
         fits = self.name.endswith(SUFFIX) and encodable(self.name) and outside(self.name) is None
@@ -68,15 +74,6 @@ class Location:
     def manifest(self) -> str:
         """The name of the manifest of checksums, of the single file and of shards."""
         return manifests.named(self.name)
-
-    def manifests(self, files: Iterable[str] = ()) -> list[str]:
-        """Names of the existing manifests of the checkpoint of this name, or of these files.
-
-        There may be several: with the names of earlier versions, those of single shards, and that
-        of a set of which this is a shard.
-        """
-        index = self.index if self.stem else None
-        return manifests.lying(self.directory, {self.name, *files}, index)
 
     def names(self, count: int) -> list[str]:
         """Names of so many files: Hugging Face's if there are several."""
@@ -97,35 +94,44 @@ class Location:
         numbers = range(1, count + 1)
         return [f"{self.stem}-{n:0{width}}-of-{count:0{width}}{SUFFIX}" for n in numbers]
 
-    @property
+    @cached_property
     def hidden(self) -> str:
         """What the hidden names of this place begin with, in any process; no other name does."""
         # Not the name itself: it may be as long as a name can be.
         return f"{unfinished.HIDDEN}{hashlib.sha256(os.fsencode(self.name)).hexdigest()[:12]}-"
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raises TargetError if something has one of these names that no file may replace."""
-        for path in map(self.at, names):
+    def check_names(self, names: Iterable[str]) -> list[str]:
+        """Raises TargetError if something has one of these names that no file may replace.
+
+        Returns those of links into a cache of blobs.
+        """
+        links: list[str] = []
+        for name in names:
+            path = self.at(name)
             try:
                 mode = os.lstat(path).st_mode
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise errors.from_target(error, path, "look at the target") from error
-            if stat.S_ISLNK(mode) and not is_cached(path):
-                raise errors.TargetError(
-                    "a sharded checkpoint can't be replaced through a symbolic link of one of its "
-                    "files; save to the directory that holds them, or remove the checkpoint first",
-                    file=path,
-                    found=f"a link to {place_of(path)}",
-                )
-            if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            if stat.S_ISREG(mode):
+                continue
+            if not stat.S_ISLNK(mode):
                 raise errors.TargetError(
                     "something other than a file has the name",
                     file=path,
                     expected="a regular file, or nothing",
                     found=kind_of(mode),
                 )
+            if not is_cached(path):
+                raise errors.TargetError(
+                    "a sharded checkpoint can't be replaced through a symbolic link of one of its "
+                    "files; save to the directory that holds them, or remove the checkpoint first",
+                    file=path,
+                    found=f"a link to {place_of(path)}",
+                )
+            links.append(name)
+        return links
 
 
 def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
@@ -142,17 +148,18 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
         raise errors.UsageError(
             "cannot save to a URL", expected="a path of the local file system", found=given
         )
-    directory, name = os.path.split(given)
+    name = os.path.basename(given)
     try:
-        if name in ("", ".", "..") or (os.path.isdir(given) and not name.endswith(SUFFIX)):
-            place = Location(os.path.realpath(given), stem + SUFFIX, whole=True)
-        else:
-            place = Location(os.path.realpath(directory or "."), name)
+        whole = name in ("", ".", "..") or (os.path.isdir(given) and not name.endswith(SUFFIX))
+        path = os.path.join(given, stem + SUFFIX) if whole else given
         # As an editor would: what a link leads to is replaced, the link stays.
-        if (target := place_of(place.path)) != place.path:
-            place = Location(*os.path.split(target), place.path)
-        if os.path.islink(target) and not is_cached(target):
-            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+        target = place_of(path)
+        place = Location(*os.path.split(target), whole=whole)
+        if os.path.islink(path):
+            if os.path.islink(target) and not is_cached(target):
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+            if (linked := resolved(path)) != target:
+                place = Location(place.directory, place.name, linked)
     except OSError as error:
         raise errors.from_target(error, given, "use the target's directory") from error
     if place.name.endswith(".json"):
@@ -186,6 +193,7 @@ class Existing(NamedTuple):
             of an index (see `formats.unfinished`).
         doubt: An index that can't be read: it may lead to any file, so that none may go.
         manifests: Names of its manifests, and of those that name a file that is to be written.
+        links: Names of links into a cache of blobs that are replaced.
     """
 
     found: list[str]
@@ -195,6 +203,7 @@ class Existing(NamedTuple):
     left: frozenset[str]
     doubt: str | None = None
     manifests: frozenset[str] = frozenset()
+    links: Sequence[str] = ()
 
 
 def look(place: Location, coming: Iterable[str] = ()) -> Existing:
@@ -208,10 +217,11 @@ def look(place: Location, coming: Iterable[str] = ()) -> Existing:
     # A manifest that is written alone has hidden names of its own.
     prefixes = place.hidden, Location(place.directory, place.manifest).hidden
     hidden = frozenset(name for name in names if name.startswith(prefixes))
-    own = [place.name, place.index] if place.stem else [place.name]
+    stem = place.stem
+    own = [place.name, place.index] if stem else [place.name]
     indexes = {n for n in names if n.endswith(INDEX_SUFFIX) and (n in own or n[0] != ".")}
-    shard = re.compile(re.escape(place.stem) + r"-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
-    shards = sorted(filter(shard.fullmatch, names)) if place.stem else []
+    numbered = [name for name in names if name.startswith(stem)] if stem else []
+    shards = sorted(name for name in numbered if _NUMBER.fullmatch(name, len(stem)))
     indexed = not indexes.isdisjoint(own)
     # Shards whose writer has not given their index its name: not a checkpoint yet.
     looked = {*hidden, *shards} if hidden and not indexed else ()
@@ -223,7 +233,7 @@ def look(place: Location, coming: Iterable[str] = ()) -> Existing:
     kept: frozenset[str] = frozenset()
     doubt: str | None = None
     # Read only if something might be removed: they may be many, and large.
-    for each in sorted(indexes) if place.stem and (found or hidden) else ():
+    for each in sorted(indexes) if stem and (found or hidden) else ():
         try:
             leads_to = _leads_to(place.at(each))
         except (errors.SourceError, errors.FormatError):
@@ -238,7 +248,9 @@ def look(place: Location, coming: Iterable[str] = ()) -> Existing:
     left = hidden.union(early) - placed - kept if doubt is None else frozenset[str]()
     files = (placed - kept) | ({place.name} & names)
     some = any(name.endswith(manifests.SUFFIX) for name in names)
-    theirs = frozenset(place.manifests({*files, *early, *coming}) if some else ())
+    ours = {place.name, *files, *early, *coming}
+    index = place.index if stem else None
+    theirs = frozenset(manifests.lying(place.directory, ours, index) if some else ())
     return Existing(found, indexed or bool(placed), files, kept, left, doubt, theirs)
 
 

@@ -276,3 +276,14 @@ def test_a_loop_and_what_is_no_path_have_their_own_errors(tmp_path: Path) -> Non
             mfload.verify(f"{tmp_path}/a\0b/model.safetensors", checksums=checksums)
     with pytest.raises(errors.SourceError):
         mfload.align(loop, overwrite=True)
+
+
+def test_a_manifest_is_replaced_where_its_link_leads(tmp_path: Path) -> None:
+    path, real, link = (tmp_path / name for name in ("m.safetensors", "real.json", "link.json"))
+    mfload.save({"a": np.ones(3)}, path)
+    mfload.verify(path, checksums="write", manifest=real)
+    link.symlink_to(real.name)
+    mfload.save({"a": np.zeros(3)}, path, overwrite=True)
+    assert mfload.verify(path, checksums="write", manifest=link, overwrite=True).ok
+    assert link.is_symlink()
+    assert mfload.verify(path, checksums="check", manifest=real).ok

@@ -667,11 +667,11 @@ class TestNotOurs:
         mfload.save(NEW, tmp_path, max_shard_size=9000, overwrite=True)
         first, second = (at for at, call in enumerate(made) if call == "index")
         count = len(list(tmp_path.glob("model-*")))
-        # The files; the index' bytes and its hidden name; the names it leads to; its own name.
+        # The files; the index' bytes; the names it leads to; its own name.
         links = ["link"] * count
-        assert made[: first + 2] == ["fsync"] * (count + 2) + links + ["fsync", "index", "fsync"]
-        # The names are on disk, then bytes and hidden name of the other index, and its own name.
-        assert made[second - 4 : second + 2] == ["replace", *["fsync"] * 3, "index", "fsync"]
+        assert made[: first + 2] == ["fsync"] * (count + 1) + links + ["fsync", "index", "fsync"]
+        # The names are on disk, then the bytes of the other index, and its own name.
+        assert made[second - 3 : second + 2] == ["replace", "fsync", "fsync", "index", "fsync"]
 
 
 class TestReaders:
