@@ -59,6 +59,8 @@ def test_each_of_many_is_found_again(
     directory = tmp_path_factory.mktemp("many")
     if limit is not None:
         names = {name for name in names if encodable(name)}  # Others have no shards.
+    # A file that has the name of a shard of another is in that one's way.
+    names = {n for n in names if manifests.saved_as(n) == n or manifests.saved_as(n) not in names}
     for number, name in enumerate(sorted(names)):
         arrays = {"w": np.full(20, number), "v": np.full(20, -number)}
         mfload.save(arrays, directory / name, checksums=algorithm, max_shard_size=limit)
