@@ -183,7 +183,7 @@ class Manifest:
             TargetError: It can't be written.
         """
         text = self.text().encode()
-        publishing.write_manifest(text_path(path), text, overwrite=overwrite, check=None)
+        publishing.write_manifest(text_path(path), text, overwrite=overwrite)
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f" from {self.path}"

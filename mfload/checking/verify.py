@@ -409,7 +409,9 @@ def _write(
     by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
     made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
     check = partial(scanning.check_unchanged, seen.sources, numbers, how)
-    publishing.write_manifest(target, made.text().encode(), overwrite=overwrite, check=check)
+    files = [each.file for each in seen.sources if each.file is not None]
+    text = made.text().encode()
+    publishing.write_manifest(target, text, overwrite=overwrite, check=check, files=files)
 
 
 def _replaced(given: Sequence[Source]) -> list[Problem]:

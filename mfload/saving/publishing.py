@@ -292,12 +292,18 @@ class SaveTarget:
 
 
 def write_manifest(
-    path: str, text: bytes, *, overwrite: bool, check: Callable[[], object] | None
+    path: str,
+    text: bytes,
+    *,
+    overwrite: bool,
+    check: Callable[[], object] | None = None,
+    files: Iterable[str] = (),
 ) -> None:
     """Writes a manifest of files that are there already (see `checking.manifest`).
 
-    `check` is called right before it gets its name, while no save of mfload changes the files
-    beside it; the manifest is not written if it raises.
+    It takes over the permissions of the one it replaces, else those of the files. `check` is called
+    right before it gets its name, while no save of mfload changes the files beside it; the manifest
+    is not written if it raises.
     """
     path = place_of(path)
     if "\0" in path:
@@ -306,7 +312,8 @@ def write_manifest(
     place = Location(*os.path.split(path))
     with locked(place.directory) as directory:
         _remove_left(sorted(map(place.at, targets.look(place).left)))
-        with manifest_files.drafted(place, place.name, text, Attributes.of([path])) as draft:
+        like = Attributes.of([path]) or Attributes.of(files)
+        with manifest_files.drafted(place, place.name, text, like) as draft:
             manifest_files.check_target(path, overwrite=overwrite)  # It may have come meanwhile.
             if check is not None:
                 check()

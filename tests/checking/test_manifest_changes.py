@@ -561,6 +561,18 @@ def test_permissions_of_a_manifest_stay(way: str, tmp_path: Path) -> None:
     assert stat.S_IMODE(at.stat().st_mode) == 0o600
 
 
+@pytest.mark.parametrize("way", ["save", "verify"])
+def test_beside_private_data_a_manifest_is_private(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    mfload.save(OLD, path)
+    path.chmod(0o600)
+    if way == "save":
+        mfload.save(NEW, path, checksums=True, overwrite=True)
+    else:
+        mfload.verify(path, checksums="write")
+    assert stat.S_IMODE(_manifest(tmp_path).stat().st_mode) == 0o600
+
+
 def test_a_manifest_that_can_t_be_read_is_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
