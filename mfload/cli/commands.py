@@ -151,7 +151,7 @@ _ALGORITHM = (
     "xxh3: the hash of each tensor, as fast as memory is read. sha256: that of each file. both: "
     "write both, or compare what the manifest has."
 )
-_SUMS = "The manifest. Default: beside the checkpoint, such as model.safetensors.checksums.json."
+_SUMS = "The manifest. Default: beside the checkpoint, such as a.npz.checksums.json for a.npz."
 _SHA256 = (
     "What the files' SHA-256 must be: the digits for one file, a list as sha256sum writes it, or "
     "auto for what a download by the Hugging Face client says."
