@@ -118,7 +118,7 @@ class Work:
         self.future = PendingSave()
         self._called = time.perf_counter()
         self._thread: threading.Thread | None = None
-        self._taken = threading.Lock()  # By who ends it.
+        self._taken = threading.Lock()  # Held by the thread that settles the future.
 
     def claim(self, path: str | os.PathLike[str], timeout: float | None) -> None:
         """Waits for a pending save at the path, then becomes the pending one (see `take_turn`)."""

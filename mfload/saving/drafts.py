@@ -353,7 +353,7 @@ class Draft:
 
 
 def can_go_on(found: os.stat_result, size: int) -> bool:
-    """Whether a lasting draft is whole enough for a writer that goes on, and its own."""
+    """Whether a writer can continue a lasting draft: it is its own, and of the full size."""
     return is_ours(found) and found.st_nlink == 1 and found.st_size == size
 
 

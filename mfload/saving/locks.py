@@ -67,7 +67,7 @@ def locked(path: str) -> Generator[int]:
 
 
 def lock_of(place: Location) -> str:
-    """The path of the file that the writer of a target locks. It alone is no sign of a writer."""
+    """The path of a target's lock file, which may be left behind unlocked by a killed writer."""
     return place.at(place.hidden + "lock")
 
 

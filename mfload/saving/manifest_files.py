@@ -44,7 +44,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
     except OSError as error:
         raise errors.from_target(error, path, "look at the manifest") from error
     replaced = overwrite and (stat.S_ISREG(mode) or is_cached(path)) and is_manifest(path)
-    # One that is gone was another writer's.
+    # It may have been removed meanwhile, by another writer.
     if not replaced and os.path.lexists(path):
         what = "the file exists already; overwrite=True replaces it if it is a manifest"
         raise errors.TargetExistsError(what, file=path)
@@ -74,9 +74,9 @@ def _opened(path: str, flags: int) -> int:
 def drafted(
     place: Location, name: str, text: bytes | None, like: Attributes | None
 ) -> Generator[Draft | None]:
-    """Writes a manifest, if there is one, as a draft on disk, which goes unless it is published.
+    """Writes a manifest, if given, to a synced draft; removes the draft if it is not published.
 
-    Its hidden name is one of those of `place`.
+    A draft that needs a hidden name gets one of `place`.
     """
     if text is None:
         yield None

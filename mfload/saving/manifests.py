@@ -37,7 +37,7 @@ MAX_SIZE = 256 << 20
 _SHARD = re.compile(r"(?P<stem>.+)-[0-9]+-of-(?P<total>[0-9]+)(?P<end>\.[^.]+)?", re.DOTALL)
 _LIST = re.compile(r".+\+[0-9]+-[0-9a-f]{12}" + re.escape(SUFFIX), re.DOTALL)
 _WHOLE = "checkpoint"
-# What is said of a name that nothing has, or can have: earlier versions cut no long ones.
+# Errors for a name that does not exist. Old names of manifests may be too long to exist.
 _NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -122,7 +122,7 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
             continue
         own = name in new and not rivals(directory, name, [*names, index or ""])
         known = None if own else _files_of(os.path.join(directory, name))
-        if known == set() and name in old:  # It does not say.
+        if known == set() and name in old:  # It lists no files.
             own = not incomplete(names) and not rivals(directory, name, [*names, index or ""])
         if own or (known and not known.isdisjoint(map(as_text, names))):
             found.append(name)

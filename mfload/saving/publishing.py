@@ -391,7 +391,7 @@ class _Change:
 
     @contextmanager
     def _index(self, names: Iterable[str], replaced: Sequence[str]) -> Generator[Draft]:
-        """An index that leads to files of these names, on disk but for its hidden name."""
+        """A synced draft of an index of files of these names; its hidden name is not synced yet."""
         target, place = self.target, self.target.place
         raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
         path = place.at(place.index)
@@ -402,7 +402,7 @@ class _Change:
         try:
             draft.write(0, [raw])
             draft.sync()
-            # Ctrl-C may come right after the rename: in place unless the disk says that it is not.
+            # True before the rename, since Ctrl-C may come right after it; checked on errors.
             target.committed = True
             yield draft
         except BaseException:
