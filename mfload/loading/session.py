@@ -526,7 +526,8 @@ class Session:
         self.check_batch(planned)
         lent = allocate.lend(plan, self.adapter) if self._lends else {}
         # A map reads from the disk, and a device may be busy: to get their memory may hang.
-        take = functools.partial(allocate.allocate, plan, self._sources, self.adapter, lent)
+        given = plan, self._sources, self.adapter, lent, self._options.allocator
+        take = functools.partial(allocate.allocate, *given)
         memory = deadline.bound(take, "mapping files or allocating on a device")
         times.append(time.perf_counter())
         if fill is not None:
