@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter, itemgetter
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -414,6 +414,7 @@ class Session:
             costs=self.limits.costs,
             allocations=allocations,
             mapped=self._mapped,
+            alone=None if self._options.allocator == "mfload" else self.adapter.alone,
         )
         copied = plan.copied_bytes if self._copies else {}
         # Slots are gone before the framework copies, so the two don't add up.
@@ -506,9 +507,11 @@ class Session:
             return
         held = self.adapter.lends_held
         for device, nbytes in batch.plan.device_bytes.items():
-            lent = batch.plan.lent_bytes[device]
-            own = nbytes - lent + batch.device_overhead.get(device, 0)
-            allocate.check_device(self.adapter, device, own, 0 if held else lent)
+            beside, lent = batch.device_overhead.get(device, 0), batch.plan.lent_bytes[device]
+            own, lent = nbytes - lent, 0 if held else lent
+            if self.adapter.allocates and self._options.allocator != "mfload":
+                own, lent = 0, own + lent
+            allocate.check_device(self.adapter, device, own + beside, lent)
 
     def load(
         self,
@@ -528,6 +531,8 @@ class Session:
         # A map reads from the disk, and a device may be busy: to get their memory may hang.
         given = plan, self._sources, self.adapter, lent, self._options.allocator
         take = functools.partial(allocate.allocate, *given)
+        if self._devices and deadline.seconds is not None:
+            take = functools.partial(_within, self.adapter.follow(), take)
         memory = deadline.bound(take, "mapping files or allocating on a device")
         times.append(time.perf_counter())
         if fill is not None:
@@ -556,6 +561,11 @@ class Session:
         times.append(time.perf_counter())
         stages += zip(_STAGES, times, times[1:], strict=False)
         return arrays, filled
+
+
+def _within(context: AbstractContextManager[object], call: Callable[[], list[Any]]) -> list[Any]:
+    with context:
+        return call()
 
 
 Fill = Callable[[Plan, list[Any], Session, Sequence[Source]], Filled]
