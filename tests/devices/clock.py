@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,7 +42,7 @@ class Clock:
         self._ends: dict[int, float] = {}
 
     @contextmanager
-    def present(self) -> Iterator[None]:
+    def present(self) -> Generator[None]:
         """Time waits for this thread."""
         me = threading.get_ident()
         with self._turn:
@@ -113,7 +113,7 @@ class TimedDevice(FakeDevice):
         """When the last copy is over."""
 
     @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> Generator[None]:
         with super().current(), self.clock.present():
             yield
 
