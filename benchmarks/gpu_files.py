@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from benchmarks.subject import Subject, whole
 from mfload.io import probes
 
 GIB = 1 << 30
+_READY = 60.0
+"""Seconds until a seed must have loaded."""
 
 
 def room(folder: Path, gpu: dict[str, Any]) -> tuple[float, str]:
@@ -39,13 +44,20 @@ class Files:
         folder: Where they are written.
         seed: What they follow from.
         nbytes: Of the largest.
+        env: What processes are run with.
         noted: Called with a name and what is told of it.
     """
 
     def __init__(
-        self, folder: Path, seed: int, nbytes: int, noted: Callable[[str, dict[str, Any]], None]
+        self,
+        folder: Path,
+        seed: int,
+        nbytes: int,
+        env: Mapping[str, str],
+        noted: Callable[[str, dict[str, Any]], None],
     ) -> None:
         self._folder, self._seed, self._nbytes, self._noted = folder, seed, nbytes, noted
+        self._env = env
         self._made: dict[str, Subject] = {}
 
     def get(self, name: str) -> Subject:
@@ -57,6 +69,26 @@ class Files:
             else:
                 self._made[name] = self._written(name, into)
         return self._made[name]
+
+    @contextmanager
+    def lent(self, name: str, device: str) -> Generator[Subject]:
+        """A checkpoint for a step; `served` is the large one, held by a seed on the device."""
+        if name != "served":
+            yield self.get(name)
+            return
+        large = self.get("large")
+        command = [sys.executable, "-P", "-m", "benchmarks.gpu_seed", device, *large.files]
+        env = environment(self._env, [str(ROOT)])
+        seed = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
+        assert seed.stdout is not None
+        try:
+            ready = select.select([seed.stdout], [], [], _READY)[0]
+            yield replace(large, path=seed.stdout.readline().strip() if ready else "")
+        finally:
+            seed.kill()
+            seed.communicate()
 
     def _written(self, name: str, into: Path) -> Subject:
         half = self._nbytes // 2

@@ -43,6 +43,7 @@ class Step(NamedTuple):
         rounds: How many rounds each name is to have.
         subject: Of which checkpoint.
         fresh: Whether each round has processes of its own; else a group has one for all rounds.
+        alone: Whether none gets ready while another is measured: the device has no room for it.
     """
 
     number: int
@@ -51,11 +52,7 @@ class Step(NamedTuple):
     rounds: int
     subject: str = "large"
     fresh: bool = True
-
-    @property
-    def names(self) -> list[str]:
-        """All that is measured."""
-        return [name for group in self.groups for name in group]
+    alone: bool = False
 
 
 @dataclass
@@ -109,7 +106,8 @@ class Rounds:
             for number in range(step.rounds):
                 groups = self.missing(step, number)
                 self.rng.shuffle(groups)
-                for batch in batches(groups, self.ahead if step.fresh else 1):
+                side_by_side = step.fresh and not step.alone
+                for batch in batches(groups, self.ahead if side_by_side else 1):
                     if taking.cost(batch) > budget.left:
                         return False
                     taking.batch(batch, number)

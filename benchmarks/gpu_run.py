@@ -68,7 +68,8 @@ class Run:
         self._results = results = self._begun()
         results.skipped.clear()  # Tried again.
         more = gpu_facts.environment(setting.gpu.get("count", 0))
-        env = environment({} if setting.device == HOST else more, [str(ROOT)])
+        more = {} if setting.device == HOST else more
+        env = environment(more, [str(ROOT)])
         log = setting.out.with_suffix(".log")
         self._trials = Trials(setting.device, env, folder, log, self._noted)
         self._groups = gpu_trials.groups(setting.device, setting.cores)
@@ -77,15 +78,16 @@ class Run:
         self._short = [] if wanted <= most else [
             f"a checkpoint of {setting.gib:g} GiB: {limit} has room for {most / GIB:.2f} GiB"
         ]  # fmt: skip
-        self._files = Files(folder, results.run["seed"], int(min(wanted, most)), self._written)
+        nbytes = int(min(wanted, most))
+        self._files = Files(folder, results.run["seed"], nbytes, more, self._written)
         warmup = write_llama(folder / "warmup", setting.seed, _WARMUP)
         self._rounds = Rounds(
             results,
             setting.device,
             Bed(warmup.paths, gpu_tasks.__name__, [str(ROOT)], explain=True),
-            {} if setting.device == HOST else more,
+            more,
             random.Random(setting.seed),
-            self._ahead(int(min(wanted, most))),
+            self._ahead(nbytes),
             self._write,
         )
 
@@ -111,7 +113,12 @@ class Run:
         measured = {number: self._measured(number) for number in steps}
         with ThreadPoolExecutor(1) as pool:
             # The disk writes while trials wait for imports; those that measure come after.
-            needed = dict.fromkeys(step.subject for each in measured.values() for step in each)
+            needed = dict.fromkeys(
+                step.subject.replace("served", "large")
+                for each in measured.values()
+                for step in each
+                if any(self._rounds.missing(step, at) for at in range(step.rounds))
+            )
             writing = pool.submit(lambda: [self._files.get(name) for name in needed])
             if 0 in steps:
                 self._step(0, [])
@@ -133,8 +140,11 @@ class Run:
             left = {**group, "names": [name for name in group["names"] if name not in done]}
             self._trials.run(left, budget)  # type: ignore[arg-type]
         for step in measured:
-            if not self._rounds.take(step, self._files.get(step.subject), budget):
-                break
+            if not any(self._rounds.missing(step, at) for at in range(step.rounds)):
+                continue
+            with self._files.lent(step.subject, self._setting.device) as subject:
+                if not self._rounds.take(step, subject, budget):
+                    break
         print(f"step {number}, {part.what}: {budget.used:.0f} s", flush=True)
 
     def _measured(self, number: int) -> list[Step]:

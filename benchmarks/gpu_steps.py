@@ -87,7 +87,7 @@ def _ring(device: str, cores: int) -> list[Step]:
     ways = [plain, *(plain._replace(threads=n) for n in _counts(cores, 6, 8, 10, 12, 16))]
     if device != HOST:
         ways += [plain._replace(slot=mib) for mib in (2, 4, 8)]
-        ways += [plain._replace(depth=n) for n in (2, 3)]
+        ways += [*(plain._replace(depth=n) for n in (2, 3)), plain._replace(kept=0)]
         ways += [
             plain._replace(threads=n, slot=mib) for n in _counts(cores, 12, 16) for mib in (2, 4)
         ]
@@ -159,4 +159,8 @@ def _others(device: str, cores: int) -> list[Step]:
 
 
 def _on_device(device: str, cores: int) -> list[Step]:
-    return [Step(8, DEVICE, [[DEVICE_COPY]], 5, fresh=False)]
+    cupy, torch, jax = (Way(framework) for framework in frameworks(device))
+    ways = [torch._replace(served=how) for how in ("mapped", "copied")]
+    ways += [each._replace(served="mapped") for each in (jax, cupy)]
+    groups = [[way.name, way._replace(again=1).name] for way in ways]
+    return [Step(8, DEVICE, [[DEVICE_COPY], *groups], 5, "served", alone=True)]

@@ -91,6 +91,11 @@ def _all(results: Results) -> Iterator[Target]:
         theirs, ours = gpu_seams.names(what)
         found = _over(results, case.name, ours, theirs)
         yield Target(f"{label}: of the library's own time", 1, found)
+    found = share(results, DEVICE.name, Way("torch", served="copied", again=1).name)
+    text = "device to device into PyTorch, next load: share of a raw device copy"
+    yield Target(text, 0.8, found, "", at_least=True)
+    found = results.best(DEVICE.name, Way("torch", served="mapped").name)
+    yield Target("PyTorch maps what a seed holds on the device, first load", 1, found, " s")
     for case in (OTHERS, OTHERS_COLD):
         for name in RIVALS:
             found = _over(results, case.name, name, Way("torch").name)

@@ -18,6 +18,7 @@ from benchmarks.gpu_memory import HOST, MIB
 from benchmarks.gpu_peers import PEERS
 from benchmarks.tasks import Found, Job, Task
 from mfload.bench.loaders import Span
+from mfload.options import PeerOptions
 from mfload.report import Report, human
 
 _READERS = 64
@@ -33,7 +34,9 @@ class Way(NamedTuple):
         slot: MiB of a slot of the ring, the default where None.
         depth: Slots a reader, likewise.
         threads: Readers, likewise.
+        kept: Bytes of slots that the process keeps for its next load, likewise.
         cache: What becomes of the page cache, likewise.
+        served: From a seed that holds the checkpoint on the device: "mapped" or "copied".
         again: 1 where the process has loaded the same before, off the clock.
     """
 
@@ -42,7 +45,9 @@ class Way(NamedTuple):
     slot: int | None = None
     depth: int | None = None
     threads: int | None = None
+    kept: int | None = None
     cache: str | None = None
+    served: str | None = None
     again: int | None = None
 
     @property
@@ -61,7 +66,9 @@ class Way(NamedTuple):
         parts += [] if self.slot is None else [f"slots of {self.slot} MiB"]
         parts += [] if self.depth is None else [f"{_many(self.depth, 'slot')} a reader"]
         parts += [] if self.threads is None else [_many(self.threads, "reader")]
+        parts += ["slots not kept"] if self.kept == 0 else []
         parts += [] if self.cache is None else [f"page cache {self.cache}"]
+        parts += [] if self.served is None else [f"{self.served} from a seed on the device"]
         parts += ["next load of the process"] if self.again else []
         return ", ".join(parts)
 
@@ -74,7 +81,8 @@ def way(name: str) -> Way:
     """The way of a name."""
     _, framework, allocator, *rest = name.split(":")
     pairs = [pair.split("=") for part in rest for pair in part.split(",")]
-    varied: dict[str, Any] = {key: value if key == "cache" else int(value) for key, value in pairs}
+    words = ("cache", "served")
+    varied: dict[str, Any] = {key: value if key in words else int(value) for key, value in pairs}
     return Way(framework, allocator, **varied)
 
 
@@ -122,6 +130,7 @@ def _vary(ours: Way) -> dict[str, int]:
     """Sets what the ring is made of, for this load; gives what to tell mfload beside it."""
     slot = _set("mfload.cuda.staging", "SLOT", ours.slot and ours.slot * MIB)
     depth = _set("mfload.cuda.staging", "DEPTH", ours.depth)
+    _set("mfload.cuda.staging", "KEPT", ours.kept)
     if ours.slot is ours.depth is ours.threads is None:
         _set("mfload.planning.memory", "_LEAST_SLOT", None)
         return {}
@@ -133,6 +142,8 @@ def _vary(ours: Way) -> dict[str, int]:
 def _set(module: str, name: str, value: int | None) -> int:
     """Sets a constant of mfload's, to what it was at first where there is no value."""
     found = import_module(module)
+    if value is None and not hasattr(found, name):  # KEPT: older ones keep nothing.
+        return 0
     if not hasattr(found, name):
         raise RuntimeError(f"{module} has no {name}")
     default = _defaults.setdefault(f"{module}.{name}", int(getattr(found, name)))
@@ -144,7 +155,10 @@ def _given(ours: Way, device: str) -> dict[str, Any]:
     """What mfload is told."""
     given: dict[str, Any] = {"framework": ours.framework, "allocator": ours.allocator}
     on = {} if ours.framework == "numpy" else {"device": device}
-    kept = {} if ours.cache is None else {"page_cache": ours.cache}
+    kept: dict[str, Any] = {} if ours.cache is None else {"page_cache": ours.cache}
+    if ours.served is not None and device != HOST:
+        copied: dict[str, Any] = {"copy": True} if ours.served == "copied" else {}
+        kept["peer"] = PeerOptions(transports=("cuda_ipc",), **copied)
     return {**given, **on, **kept, "threads": ours.threads, **_vary(ours)}
 
 
@@ -191,10 +205,11 @@ class _Loading:
         if report is not None:
             import mfload
 
-            blocks = mfload.plan(path, **as_options(self._given)).plan.blocks
-            longest = max((block.nbytes for block in blocks), default=0)
+            if self._ours is not None and self._ours.served is None:
+                blocks = mfload.plan(path, **as_options(self._given)).plan.blocks
+                longest = max((block.nbytes for block in blocks), default=0)
+                report.notes += (f"blocks of up to {human(longest)}",) if longest else ()
             stages = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in report.stages.items())
-            report.notes += (f"blocks of up to {human(longest)}",) if longest else ()
             report.notes += (f"ms: {stages}",)
         if not self._summed:
             return Found(made, [], len(arrays), report, total=0)
