@@ -23,19 +23,29 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, arguments, gpu_facts, gpu_steps, gpu_tables, gpu_trials
+from benchmarks import ROOT, arguments, gpu_facts, gpu_steps, gpu_tables, gpu_trials, pages
 from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_run import Run, Setting, put
 from benchmarks.results import Results
 
 
-def redraw(folder: Path) -> None:
-    """Pages and plots again from each `gpu-*.json` of a folder."""
-    for path in sorted(folder.glob("gpu-*.json")):
-        results = Results.read(path)
-        if "steps" in results.run:  # Older ones had other cases.
-            put(results, path.with_suffix(""))
-            _draw(results, path.with_suffix(".png"))
+def redraw(folder: Path, front: Path | None = None) -> None:
+    """Pages and plots again from each `gpu-*.json` of a folder.
+
+    Args:
+        folder: Where they are.
+        front: A page that has a table of the last run on a GPU.
+    """
+    found = {path: Results.read(path) for path in sorted(folder.glob("gpu-*.json"))}
+    # Older ones have other cases.
+    found = {path: results for path, results in found.items() if "steps" in results.run}
+    for path, results in found.items():
+        put(results, path.with_suffix(""))
+        _draw(results, path.with_suffix(".png"))
+    measured = [each for each in found.values() if gpu_tables.has_front(each)]
+    if front is not None and measured:
+        last = max(measured, key=lambda results: results.run["ended"])
+        pages.put(front, gpu_tables.front(last))
 
 
 def _draw(results: Results, path: Path) -> None:
@@ -83,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = args.out or ROOT / "docs" / "performance"
     out.mkdir(parents=True, exist_ok=True)
     if args.redraw:
-        redraw(out)
+        redraw(out, ROOT / "README.md" if args.out is None else None)
         return 0
     gpu: dict[str, Any] | str = {} if args.device == HOST else gpu_facts.look()
     if isinstance(gpu, str):

@@ -42,7 +42,8 @@ class Step(NamedTuple):
         groups: What takes turns.
         rounds: How many rounds each name is to have.
         subject: Of which checkpoint.
-        fresh: Whether each round has processes of its own; else a group has one for all rounds.
+        fresh: Whether each round has processes of its own; else the only group has one for all
+            rounds.
         alone: Whether none gets ready while another is measured: the device has no room for it.
     """
 
@@ -126,7 +127,7 @@ class _Taking:
     def __init__(self, rounds: Rounds, step: Step, subject: Subject, budget: Budget) -> None:
         self._rounds, self._step, self._subject, self._budget = rounds, step, subject, budget
         self.processes = ExitStack()
-        self._kept: dict[str, Child] = {}
+        self._kept: Child | None = None
         self._running: set[Child] = set()
         busy = rounds.results.run["busy_share"]
         if step.case.name not in busy:
@@ -166,7 +167,7 @@ class _Taking:
     def _taken(self, groups: Sequence[Group]) -> Iterator[tuple[str, Sample | str]]:
         """Each name with its sample, or the reason why there is none."""
         with ThreadPoolExecutor(len(groups)) as pool:
-            children = [self._child(group) for group in groups]
+            children = [self._child() for _ in groups]
             ready = [
                 pool.submit(child.get_ready, self._job(group[0]))
                 for child, group in zip(children, groups, strict=True)
@@ -181,6 +182,7 @@ class _Taking:
         for at, name in enumerate(group):
             try:
                 if at:
+                    child = child if child in self._running else self._child()
                     child.get_ready(self._job(name))
                 else:
                     first.result()
@@ -192,31 +194,29 @@ class _Taking:
                     yield from ((each, str(error)) for each in group[at:])
                     return
                 yield name, str(error)
-                child = self._child(group)
             else:
                 yield name, {"case": self._step.case.name, "name": name, "cached": cached, **result}
         if self._step.fresh:
             self._end(child)
 
-    def _child(self, group: Group) -> Child:
-        """A process: a fresh one, or the one that the step keeps for a framework."""
-        key = max(map(gpu_tasks.framework, group))
-        if not self._step.fresh and key in self._kept:
-            return self._kept[key]
+    def _child(self) -> Child:
+        """A process: a fresh one, or the one that the step keeps."""
+        if self._kept is not None:
+            return self._kept
         log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  The stack closes it.
         self.processes.enter_context(log)
         timeout = min(_LONGEST, max(20.0, self._budget.left))
         made = Child(log, self._rounds.env, self._rounds.bed.roots, timeout)
         self._running.add(made)
         self.processes.callback(self._end, made)
-        self._kept[key] = made
+        self._kept = None if self._step.fresh else made
         return made
 
     def _end(self, child: Child) -> None:
         if child in self._running:
             self._running.remove(child)
             child.end()
-            self._kept = {key: each for key, each in self._kept.items() if each is not child}
+            self._kept = None
 
     def _job(self, name: str) -> runner.Job:
         job = self._rounds.bed.job(f"{self._rounds.device}/{name}", self._subject)

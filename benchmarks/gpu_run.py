@@ -95,6 +95,11 @@ class Run:
         setting, path = self._setting, self._setting.out.with_suffix(".json")
         if path.exists():
             found = Results.read(path)
+            if found.run.get("gib") != setting.gib:
+                raise SystemExit(
+                    f"{path} has figures of a checkpoint of {found.run.get('gib')} GiB, not "
+                    f"{setting.gib:g}: give --gib alike, or another --out"
+                )
             kept = ("pass", "skip", "no")
             found.run["trials"] = [t for t in found.run["trials"] if t["status"] in kept]
             return found

@@ -129,9 +129,8 @@ def _cold(device: str, cores: int) -> list[Step]:
     ways += [Way("jax").name]
     names = [*ways[:2], *ceilings[:2], cached(counts[0]), ways[2]]
     return [
-        Step(5, COLD, [[name] for name in names], 1),
-        Step(5, COLD, [[name] for name in ceilings], 1),
-        Step(5, COLD, [[name] for name in dict.fromkeys(names + ceilings)], 3),
+        Step(5, COLD, [[name] for name in names], 1, "single"),
+        Step(5, COLD, [[name] for name in dict.fromkeys(names + ceilings)], 7, "single"),
     ]
 
 
@@ -152,9 +151,9 @@ def _others(device: str, cores: int) -> list[Step]:
     cold = [group for group in groups if group != ["instanttensor.buffered"]]
     return [
         Step(7, OTHERS, groups, 2),
-        Step(7, OTHERS_COLD, cold, 1),
+        Step(7, OTHERS_COLD, cold, 1, "single"),
         Step(7, OTHERS, groups, 5),
-        Step(7, OTHERS_COLD, cold, 3),
+        Step(7, OTHERS_COLD, cold, 3, "single"),
     ]
 
 

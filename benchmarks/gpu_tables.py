@@ -126,7 +126,8 @@ def _names(results: Results, case: str) -> list[str]:
 
 
 def _nbytes(results: Results, case: str) -> int:
-    subjects = {SEAMS.name: "single", MODEL.name: "model", gpu_steps.MANY.name: "many"}
+    subjects = dict.fromkeys([SEAMS.name, COLD.name, OTHERS_COLD.name], "single")
+    subjects |= {MODEL.name: "model", gpu_steps.MANY.name: "many"}
     return results.checkpoints[subjects.get(case, "large")]["nbytes"]
 
 
@@ -228,6 +229,11 @@ def page(results: Results) -> str:
     return "\n\n".join([*parts, *timings.skipped(results)])
 
 
+def has_front(results: Results) -> bool:
+    """Whether it has what the front page shows."""
+    return real(results) and results.best(WARM.name, Way("torch").name) is not None
+
+
 def front(results: Results) -> str:
     """The table of the front page: seconds from a full page cache and from an empty one."""
     rows: list[list[str]] = []
@@ -236,14 +242,14 @@ def front(results: Results) -> str:
         if results.best(WARM.name, name) is not None:
             rows.append([_front_label(name), *_figures(results, WARM.name, name),
                          *(_figures(results, WARM.name, again)[:1] if again else ["–"]),
-                         *_figures(results, COLD.name, name)[:1]])  # fmt: skip
+                         _speed(results, COLD.name, name)])  # fmt: skip
     for name in RIVALS:
         if results.best(OTHERS.name, name) is not None:
             rows.append([_front_label(name), *_figures(results, OTHERS.name, name), "–",
-                         *_figures(results, OTHERS_COLD.name, name)[:1]])  # fmt: skip
+                         _speed(results, OTHERS_COLD.name, name)])  # fmt: skip
     nbytes = results.checkpoints["large"]["nbytes"]
     rounds = len(results.values(WARM.name, Way("torch").name, "seconds"))
-    head = ("", "warm, best", "median", "of the peak", "next load", "cold")
+    head = ("", "warm, best s", "median s", "of the peak", "next load s", "cold GB/s")
     return (
         f"{nbytes / 1e9:.1f} GB of bf16 onto one {results.run['gpu']['name']}, "
         f"{results.run['cores']} cores, {results.machine['date']}; seconds, up to {rounds} rounds "
@@ -264,6 +270,11 @@ def _figures(results: Results, case: str, name: str) -> list[str]:
         return ["–", "–", "–"]
     middle, part = results.median(case, name), share(results, case, name)
     return [markdown.seconds(best), markdown.seconds(middle), markdown.times(part)]
+
+
+def _speed(results: Results, case: str, name: str) -> str:
+    best = results.best(case, name)
+    return f"{_nbytes(results, case) / 1e9 / best:.2f}" if best else "–"
 
 
 def draw(results: Results, path: Path) -> None:
