@@ -116,9 +116,10 @@ newest:
 	@echo "newest versions: SKIPPED, no Python 3.12 or 3.13 was found beside $(PYTHON)"
 endif
 
-# On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`.
+# On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`; the tests alone
+# with `GPU="--steps 0"`.
 gpu:
-	$(PYTHON) tests/on_gpu.py
+	$(PYTHON) -m benchmarks.gpu $(GPU)
 
 # What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; but for Tunix
 # no part of `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.
