@@ -33,6 +33,7 @@ from mfload.sources.base import Costs, Source
 # What only some loads need is imported where it is used.
 if TYPE_CHECKING:
     from mfload.cuda.staging import Kits, Staging
+    from mfload.io.trial import Trial
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
     from mfload.report import Report
@@ -43,9 +44,10 @@ _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
 _SMALLER = 8  # The part of a slot of full size that small reads have.
+_ROOM = 64 << 20  # Bytes of `max_host_overhead` in which there may be readers of both ways.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
-_DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
+_DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
 _FIRST = itemgetter(0)
 
 
@@ -77,10 +79,12 @@ class Shared:
         legs: The route of files, by their numbers. If it is known what all take, the first load
             chooses for all; else the first one of some MiB for those that land in the same place.
         crew: The threads.
+        trial: Goes on from one load to the next, if it is known what all take.
         kits: What these land on devices with; None for the host alone.
     """
 
     kits: Kits | None = None
+    trial: Trial | None = None
 
     def __init__(self, wanted: Mapping[int, int] | None, devices: Sequence[Any]) -> None:
         from mfload.io.threads import Crew
@@ -167,7 +171,7 @@ class Loader:
         filled: list[Filled] = []
         try:
             with gc_paused():
-                session = Session(self, requests, observer=observer)
+                session = Session(self, requests, observer=observer, tries=fill is None)
                 session.recorder = recorder
             batches = session.limits.batches
             if len(batches) > 1:
@@ -210,9 +214,11 @@ class Session:
         limits: Batches, and how large a read may be.
         notes: What was decided without being asked for.
         recorder: Records what threads do, for a report.
+        trial: Finds out how cold files are best read; None if there is too little to read.
     """
 
     recorder: Recorder | None = None
+    trial: Trial | None = None
 
     def __init__(
         self,
@@ -221,6 +227,7 @@ class Session:
         *,
         by_host: bool = False,
         observer: Observer | None = None,
+        tries: bool = True,
     ) -> None:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index, counts_items=loader.adapter.counts_items)
@@ -273,7 +280,13 @@ class Session:
             known.update(zip(files, chosen, strict=True))
         self.route = {number: known[number] for number in used}
         legs = self.route.values()
-        self._direct = any(map(_DIRECT, legs))
+        # Of a stream, all of it counts.
+        of_all = wanted if shared is None or shared.wanted is None else shared.wanted
+        tries = tries and not apart and sum(of_all.values()) >= routing.TRIED
+        tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
+        room = options.max_host_overhead
+        either = tries and (room is None or room >= _ROOM) and any(map(_EITHER, legs))
+        self._direct = either or any(map(_DIRECT, legs))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
         for number, leg in self.route.items():
@@ -303,6 +316,8 @@ class Session:
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
             readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
+        if tries and (either or options.threads is None):
+            self._begin_trial(sum(of_all.values()), either)
         self.notes = (*index.notes, *adapter.notes)
         for name in sorted(dtypes.NARROW.keys() & map(_FIRST, self._known)):
             if (kind := adapter.forms[name].type) != name:
@@ -315,6 +330,20 @@ class Session:
             )
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
+
+    def _begin_trial(self, nbytes: int, either: bool) -> None:
+        """Of cold files; `either`: also between reads through the page cache and past it."""
+        from mfload.io.trial import Trial
+
+        shared, asked, count = self._shared, self._options.threads, len(self._devices)
+        if shared is not None and shared.trial is not None:
+            self.trial = shared.trial
+            return
+        through = asked or execute.reader_threads(False, count)
+        how = self.limits.costs.block, asked or max(1, count), self.threads
+        self.trial = Trial(nbytes, *how, through if either else None)
+        if shared is not None and shared.wanted is not None:
+            shared.trial = self.trial
 
     def _allocation(self, request: Request) -> Allocation:
         by_host = bool(self.adapter.devices) and request.by_host
@@ -546,6 +575,7 @@ class Session:
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
                 kits=None if self._shared is None else self._shared.kits,
+                trial=self.trial,
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
@@ -613,7 +643,11 @@ def _describe(
     report.exchanged_bytes = sum(exchanged for _, _, exchanged in filled)
     report.device_peak_bytes = device_memory.peak_bytes()
     report.threads = session.used
-    report.route = tuple((leg.file, leg.engine, leg.why) for leg in session.route.values())
+    legs = session.route.values()
+    if session.trial is not None:
+        found = session.trial.gain, session.trial.way.direct
+        legs = [routing.after_trial(leg, *found) for leg in legs]
+    report.route = tuple((leg.file, leg.engine, leg.why) for leg in legs)
     notes = (*session.notes, *(note for _, notes, _ in filled for note in notes))
     report.notes = tuple(dict.fromkeys(notes))
     for name, start, stop in stages:
