@@ -122,7 +122,7 @@ def worth_a_trial(legs: Sequence[tuple[Leg, int]]) -> bool:
     """
     cold = beside = 0
     for leg, nbytes in legs:
-        if (leg.direct or leg.either) and leg.engine != "gds":
+        if (leg.direct or leg.cold) and leg.engine != "gds":
             cold += nbytes
         else:
             beside += nbytes
@@ -135,7 +135,7 @@ def after_trial(leg: Leg, gain: float | None, direct: bool) -> Leg:
         return leg
     why = f"{leg.why}; O_DIRECT was {gain:.2f} times as fast in a trial"
     if not direct:
-        return leg._replace(why=f"{why}, too little to give up the next load's")
+        return leg._replace(why=f"{why}, not worth the next load's")
     why = f"{why}, and took over: the next load reads the disk again"
     engine = "direct" if leg.engine == "pread" else leg.engine
     return Leg(leg.file, engine, why, leg.cached, direct=True)

@@ -44,7 +44,9 @@ _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
 _SMALLER = 8  # The part of a slot of full size that small reads have.
-_ROOM = 64 << 20  # Bytes of `max_host_overhead` in which there may be readers of both ways.
+# The most readers past the page cache that a trial may come to, and the `max_host_overhead` that
+# leaves room for it, in bytes.
+_MOST_TRIED, _ROOM = 16, 128 << 20
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
@@ -285,8 +287,8 @@ class Session:
         tries = tries and not apart and sum(of_all.values()) >= routing.TRIED
         tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
         room = options.max_host_overhead
-        either = tries and (room is None or room >= _ROOM) and any(map(_EITHER, legs))
-        self._direct = either or any(map(_DIRECT, legs))
+        tries = tries and (room is None or room >= _ROOM)
+        self._direct = any(map(_DIRECT, legs)) or (tries and any(map(_EITHER, legs)))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
         for number, leg in self.route.items():
@@ -299,6 +301,8 @@ class Session:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
         chosen = execute.reader_threads(self._direct, count, concurrency=concurrency)
+        if tries and self._direct:
+            chosen = max(chosen, _MOST_TRIED)
         self.threads, self.used = options.threads or chosen, 0
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
@@ -316,8 +320,8 @@ class Session:
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
             readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
-        if tries and (either or options.threads is None):
-            self._begin_trial(sum(of_all.values()), either)
+        if tries and (options.threads is None or any(map(_EITHER, legs))):
+            self._begin_trial(sum(of_all.values()))
         self.notes = (*index.notes, *adapter.notes)
         for name in sorted(dtypes.NARROW.keys() & map(_FIRST, self._known)):
             if (kind := adapter.forms[name].type) != name:
@@ -331,8 +335,8 @@ class Session:
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
 
-    def _begin_trial(self, nbytes: int, either: bool) -> None:
-        """Of cold files; `either`: also between reads through the page cache and past it."""
+    def _begin_trial(self, nbytes: int) -> None:
+        """Begins to try how the files, which are cold, are best read, or goes on with that."""
         from mfload.io.trial import Trial
 
         shared, asked, count = self._shared, self._options.threads, len(self._devices)
@@ -341,7 +345,8 @@ class Session:
             return
         through = asked or execute.reader_threads(False, count)
         how = self.limits.costs.block, asked or max(1, count), self.threads
-        self.trial = Trial(nbytes, *how, through if either else None)
+        cold = any(map(_COLD, self.route.values()))
+        self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
         if shared is not None and shared.wanted is not None:
             shared.trial = self.trial
 

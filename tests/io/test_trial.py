@@ -53,23 +53,43 @@ def test_readers_are_few_where_the_disk_likes_few() -> None:
     speed = lambda way: 1e9 * (H200[way.readers] if way.direct else 1.83)  # noqa: E731
     seconds = _load(tried, nbytes, speed)
     assert tried.way == Way(True, 4)
-    assert [*tried.speeds] == [Way(False, 8), *(Way(True, n) for n in (4, 8, 2))]
+    assert [*tried.speeds] == [Way(False, 4), *(Way(True, n) for n in (4, 8, 2))]
     assert tried.gain == pytest.approx(2.6 / 1.83, rel=0.1)
-    assert nbytes / 2.6e9 <= seconds < 1.04 * nbytes / 2.6e9
+    assert nbytes / 2.6e9 <= seconds < 1.05 * nbytes / 2.6e9
 
 
 def test_where_the_page_cache_is_fast_it_keeps_the_files() -> None:
     nbytes = 8 << 30
-    for past, ways in ((1.19, 4), (0.9, 2)):
+    for past, ways in ((1.19, 6), (0.9, 4)):
         tried = Trial(nbytes, 4 * MIB, 1, 16, 8)
         seconds = _load(tried, nbytes, lambda way, past=past: 2e9 * (past if way.direct else 1.0))
-        assert tried.way == Way(False, 8)
+        assert tried.way == Way(False, 2)  # All are alike.
         assert len(tried.speeds) == ways  # More readers are tried only where some are no slower.
         assert seconds < 1.02 * nbytes / 2e9
 
 
+def test_one_look_at_the_page_cache_is_not_enough_to_give_it_up() -> None:
+    """A disk that is slow to begin with, whatever the way."""
+    tried, came = Trial(8 << 30, 4 * MIB, 1, 16, 8), [0]
+
+    def speed(way: Way) -> float:
+        came[0] += 1
+        return 1e9 if came[0] < 40 else 2e9
+
+    _load(tried, 8 << 30, speed)
+    assert not tried.way.direct
+
+
+def test_files_that_stay_in_the_page_cache_are_tried_by_numbers_alone() -> None:
+    tried = Trial(8 << 30, 4 * MIB, 1, 8, 8, past=False)
+    _load(tried, 8 << 30, lambda way: 1e9 * H200[way.readers])
+    assert [*tried.speeds] == [Way(False, n) for n in (4, 8, 2)]
+    assert tried.way == Way(False, 4)
+    assert tried.gain is None
+
+
 def test_a_short_load_tries_nothing() -> None:
-    for through, way in ((8, Way(False, 8)), (None, Way(True, 4))):
+    for through, way in ((8, Way(False, 4)), (None, Way(True, 4))):
         tried = Trial(128 * MIB, 4 * MIB, 1, 8, through)
         _load(tried, 128 * MIB, lambda _: 2e9)
         assert tried.way == way
@@ -80,8 +100,11 @@ def test_a_short_load_tries_nothing() -> None:
 def test_what_is_left_must_be_worth_another_trial() -> None:
     tried = Trial(1 << 30, 4 * MIB, 1, 16)
     _load(tried, 1 << 30, lambda way: 1e9 * H200[way.readers])
-    # 0.1 s at 2.6 GB/s each: 8 and 2 readers would have been next.
-    assert [*tried.speeds] == [Way(True, 4)]
+    assert [*tried.speeds] == [Way(True, 4)]  # Of which each moment reads a quarter.
+    tried = Trial(1 << 30, 4 * MIB, 1, 16, 8)
+    _load(tried, 1 << 30, lambda way: 4e9 if way.direct else 2e9)
+    assert [*tried.speeds] == [Way(False, 4), Way(True, 4)]
+    assert tried.way == Way(False, 4)  # The little that is left is better kept.
 
 
 def test_a_number_that_was_asked_for_stays() -> None:
@@ -127,6 +150,7 @@ def test_the_best_of_a_disk_with_one_best_number_is_found(
     if kept is not None and (tried.gain or 0) < trial.WORTH:
         assert not tried.way.direct
     else:
+        assert tried.way.direct
         assert speed(tried.way) >= 0.94 * fastest
     assert seconds <= 1.25 * nbytes / speed(tried.way)
 
@@ -205,7 +229,7 @@ def _large(reads: list[watch.Read]) -> list[bool]:
 @pytest.mark.parametrize(
     ("worth", "engine_", "why"),
     [(0.0, "direct", "took over: the next load reads the disk again"),
-     (1e9, "pread", "too little to give up the next load's")],
+     (1e9, "pread", "not worth the next load's")],
 )  # fmt: skip
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.usefixtures("tried")
@@ -227,7 +251,7 @@ def test_a_load_goes_past_the_page_cache_where_that_is_faster(
     with watch.nothing_left():
         arrays = mfload.load(path, framework, report=report)
     assert protected[0] >= report.result_bytes
-    assert engine_ == "direct" or report.threads == 3
+    assert engine_ == "direct" or report.threads <= 3
     assert samples.same(np.asarray(arrays["a"]), LARGE)
     assert samples.same(np.asarray(arrays["b"]), LARGE[: 5 * MIB])
     ((_, name, said),) = report.route
@@ -258,7 +282,7 @@ def test_the_word_of_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert {*_large(reads)} == direct, options
         assert "O_DIRECT was" not in report.route[0][2]
         tries = any(note.startswith("readers tried") for note in report.notes)
-        assert tries == (direct == {True})
+        assert tries == (options != {"engine": "pread"})  # What is in the page cache is not asked.
     watch.drop_cache(path)
     report = mfload.Report()
     mfload.load(path, "numpy", report=report, options=mfload.Options(threads=3))
@@ -292,7 +316,8 @@ def test_files_of_which_some_are_warm_are_not_tried() -> None:
         ([(past, large), (warm, large // 16)], True),
         ([(past, large), (warm, large // 16 + 1)], False),
         ([(through_cufile, 2 * large)], False),
-        ([(cold._replace(either=False), large)], False),
+        ([(cold._replace(either=False), large)], True),
+        ([(warm, large)], False),
     ):
         assert route.worth_a_trial(legs) == worth, legs
 
