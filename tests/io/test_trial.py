@@ -201,6 +201,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(route, "SMALL", MIB)
     monkeypatch.setattr(trial, "_SECONDS", 0.0)
     monkeypatch.setattr(trial, "_LEFT", 0)
+    monkeypatch.setattr(engine, "_REPORTED_BYTES", 1)
     monkeypatch.setattr(memory, "_COLD_BLOCK", 64 << 10)
 
 
