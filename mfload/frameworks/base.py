@@ -20,6 +20,7 @@ from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
+    from mfload.cuda.memory import DeviceBuffer
 
 
 class Form(NamedTuple):
@@ -157,6 +158,14 @@ class Adapter:
             Lent(array, memory_at(array, address, request.nbytes, device))
             for request, (array, address) in zip(requests, made, strict=True)
         ]
+
+    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
+        """Memory for a buffer of several arrays, on the device of that number.
+
+        When this returns, nothing that ran before still uses it. Raises MemoryLimitError if it is
+        refused. Default: mfload's own, not of the framework's allocator.
+        """
+        return self.devices[number].allocate(nbytes)
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         """An uninitialised array and its address for each type of the framework and shape.

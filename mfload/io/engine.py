@@ -13,13 +13,15 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mfload.errors import counted
+from mfload.errors import MfloadError, counted
 from mfload.io.buffers import WorkerSlot
 from mfload.io.pread import SHOWN, PreadReader
 from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
 
 if TYPE_CHECKING:
+    import threading
+
     from mfload.io.threads import Running, Start
     from mfload.io.trial import Trial
     from mfload.timeline import Recorder, Track
@@ -49,7 +51,8 @@ class Share:
     """The blocks that one thread takes, by iteration, and its report of those in place.
 
     `block` is the current one, for the error that names it. `track` records the thread's spans. No
-    block is begun after the load was `stopped`, or the thread `retired`.
+    block is begun after the load was `stopped`, or the thread `retired`. `memory` returns when the
+    buffers of the load are there; it raises if it was given up.
     """
 
     def __init__(
@@ -59,10 +62,11 @@ class Share:
         report: Callable[[tuple[int, int]], object],
         track: Track | None = None,
         retired: Callable[[], bool] = bool,
+        memory: Callable[[], object] = bool,
     ) -> None:
         self.block: Block | None = None
         self.track, self._retired = track, retired
-        self.stopped = stopped
+        self.stopped, self.memory = stopped, memory
         self._waiting = waiting
         self._report = report
         self._blocks = self._nbytes = 0
@@ -129,15 +133,22 @@ class Engine:
         self._crowds, self._recorder, self._trial = list(map(_Crowd, pools)), recorder, trial
         self._most = sum(crowd.most for crowd in self._crowds)
         self._error: BaseException | None = None
-        self._stop = threading.Event()
+        self._stop, self._memory = threading.Event(), threading.Event()
+        self._allocate: Callable[[], object] | None = None
         self._reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._start_thread = start or threads.new
         self._threads: list[Running] = []
         self._shares: list[Share] = []
 
-    def run(self, deadline: Deadline, advance: Callable[[int], None] | None = None) -> None:
+    def run(
+        self,
+        deadline: Deadline,
+        advance: Callable[[int], None] | None = None,
+        allocate: Callable[[], object] | None = None,
+    ) -> None:
         """Returns when all blocks are in place; tells `advance` of the bytes as they come.
 
+        `allocate` makes the memory that threads wait for by `Share.memory`, once they have begun.
         Raises the first error of a thread, or LoadTimeoutError. Threads are joined first; one that
         hangs in the kernel is left behind with its buffers.
         """
@@ -145,11 +156,12 @@ class Engine:
 
         blocks = [block for crowd in self._crowds for block in crowd.blocks]
         left = len(blocks)
-        last = time.monotonic()
+        last, self._allocate = time.monotonic(), allocate
         try:
             if self._trial is not None:
                 self._trial.resume(last)
             self._start()
+            self._make_memory()
             while left:
                 count = nbytes = 0
                 with suppress(queue.Empty):
@@ -174,6 +186,7 @@ class Engine:
                         self._start()  # Those that are missing now.
         finally:
             self._stop.set()
+            self._memory.set()  # Who waits for it sees that there is none.
             end = time.monotonic() + min(_GRACE, max(0.0, deadline.left()))
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
@@ -191,7 +204,14 @@ class Engine:
                     crowd.live.discard(number)
                     break
             if crowd.waiting and not crowd.live:
+                self._make_memory()
                 self._work(crowd, 0)
+
+    def _make_memory(self) -> None:
+        allocate, self._allocate = self._allocate, None
+        if allocate is not None:
+            allocate()
+        self._memory.set()
 
     def _wanted(self, crowd: _Crowd) -> int:
         if self._trial is None:
@@ -200,7 +220,8 @@ class Engine:
 
     def _work(self, crowd: _Crowd, number: int) -> None:
         retired = bool if self._trial is None else lambda: number >= self._wanted(crowd)
-        share = Share(crowd.waiting, self._stop.is_set, self._reports.put, None, retired)
+        memory = partial(_wait_for_memory, self._memory, self._stop)
+        share = Share(crowd.waiting, self._stop.is_set, self._reports.put, None, retired, memory)
         self._shares.append(share)
         if self._recorder is not None:
             share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
@@ -215,6 +236,12 @@ class Engine:
                 self._reports.put((0, 0))
         finally:
             crowd.live.discard(number)
+
+
+def _wait_for_memory(there: threading.Event, stop: threading.Event) -> None:
+    there.wait()
+    if stop.is_set():
+        raise MfloadError("the load was given up")
 
 
 def fill(

@@ -94,10 +94,15 @@ def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
 
 
 def allocate(
-    plan: Plan, sources: Sequence[Source], adapter: Adapter, lent: Mapping[int, Lent]
+    plan: Plan,
+    sources: Sequence[Source],
+    adapter: Adapter,
+    lent: Mapping[int, Lent],
+    allocator: str = "auto",
 ) -> list[Any]:
     """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
 
+    On devices it is what the adapter allocates; of `allocator="mfload"`, mfload's own.
     Raises MemoryLimitError if memory is refused, SourceChangedError if a file to map has shrunk.
     """
     memory: list[Any] = []
@@ -113,7 +118,9 @@ def allocate(
             memory.append(buffers.allocate(nbytes))
         else:
             try:
-                memory.append(adapter.devices[device].allocate(nbytes))
+                own = allocator == "mfload"
+                there = adapter.devices[device]
+                memory.append(there.allocate(nbytes) if own else adapter.allocate(device, nbytes))
             except errors.MfloadError as error:
                 inside = (p.request.info.name for p in plan.places if p.buffer == number)
                 error.tensor = error.tensor or next(inside, None)

@@ -21,7 +21,7 @@ from mfload.sources import together
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
-    from mfload.cuda.staging import Kits, Staging
+    from mfload.cuda.staging import Staging
     from mfload.io.threads import Start
     from mfload.io.trial import Trial
     from mfload.timeline import Recorder
@@ -66,17 +66,17 @@ def run(
     staging: Staging | None = None,
     recorder: Recorder | None = None,
     start: Start | None = None,
-    kits: Kits | None = None,
+    allocate: Callable[[], object] | None = None,
     trial: Trial | None = None,
 ) -> tuple[tuple[str, ...], int]:
     """Fills the buffers of a plan; returns notes, as on a fall-back, and how many threads read.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
-    `staging` has the slots of what lands on devices. `recorder` records what threads do, `start`
-    gives them, and `kits` what they land on devices with. `trial` says how many of the threads read
-    cold files, and by which way. If bytes can't be read or the files change, the readers are
-    stopped and SourceError is raised.
+    `staging` has the slots of what lands on devices. `recorder` records what threads do, and
+    `start` gives them. `allocate` puts the buffers into `memory`, while readers fill slots. `trial`
+    says how many of the threads read cold files, and by which way. If bytes can't be read or the
+    files change, the readers are stopped and SourceError is raised.
     """
     notes: list[str] = []
     if recorder is not None:
@@ -121,10 +121,13 @@ def run(
         from mfload.cuda.engine import onto_devices
 
         gds = {number: sources[number] for number, leg in route.items() if leg.engine == "gds"}
-        how = staging, open_reader, threads, gds, note, observer, kits
+        how = staging, open_reader, threads, gds, note, observer
         raw = [block for block in blocks if block.decode is None]
         rounds.append(onto_devices(raw, memory, *how))
         blocks = tuple(block for block in blocks if block.decode is not None)
+    if allocate is not None and (blocks or not threads):
+        allocate()
+        allocate = None
     if blocks:
         direct = trial is not None or any(map(_DIRECT, route.values()))
         own = list(filter(buffers.is_own, memory)) if direct else ()
@@ -142,7 +145,7 @@ def run(
                 here.track = None if recorder is None else recorder.begin("reader 1")
                 work(here)
             else:
-                engine.run(deadline, advance)
+                engine.run(deadline, advance, allocate)
         except BaseException as error:
             if staging is None:
                 memory.clear()  # A thread that is left behind keeps what it writes to, no more.
