@@ -1,7 +1,8 @@
 """Pools that fill device memory: blocks land in slots and are copied on while the next are read.
 
 Each device has a pool of threads on the processor cores next to it; with fewer threads than
-devices, some share one. A block that several devices want is read once, and copied to all.
+devices, some share one. A block that several devices want is read once, copied to one of them, and
+from there to those that reach it.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class DeviceWorker:
         self._observer = observer
         self._gds = dict(gds)  # Less the files that cuFile gives up on.
         self._note = note
-        self._copier = Copier(memory, kit.streams)
+        self._copier = Copier(memory, kit.streams, device)
         self._readers = OpenReader(open_reader)
         make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
