@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agents import Agent, agents as agents
 from launching import free_port
 
 import mfload
@@ -245,81 +246,6 @@ def test_they_need_the_token_too(echo: Echo, tmp_path: Path) -> None:
 # NIXL, without it
 
 
-class Agent:
-    """As much of NIXL's agent as is used, for agents of one process.
-
-    Attributes:
-        state: What transfers end as; "PROC" for such as never end.
-    """
-
-    state = "DONE"
-    known: dict[str, Agent] = {}  # noqa: RUF012
-
-    def __init__(self, name: str, config: Any) -> None:
-        assert config == {"enable_prog_thread": False, "backends": [], "sync_mode": 1}
-        self.name, self.spans, self.pumped = name, [(0, 0)], 0
-        Agent.known[name] = self
-
-    def create_backend(self, name: str, given: dict[str, str]) -> None:
-        assert (name, given["engine_config"]) == ("UCX", "TLS=^tcp")
-
-    def register_memory(self, rows: Any, kind: str) -> Any:
-        assert kind == "DRAM"
-        self.spans += [(address, nbytes) for address, nbytes, _, _ in rows]
-        return rows
-
-    def deregister_memory(self, rows: Any) -> None:
-        for address, nbytes, _, _ in rows:
-            self.spans.remove((address, nbytes))
-
-    def get_agent_metadata(self) -> bytes:
-        return self.name.encode()
-
-    def add_remote_agent(self, metadata: bytes) -> str:
-        return Agent.known[metadata.decode()].name
-
-    def remove_remote_agent(self, name: str) -> None:
-        assert name in Agent.known
-
-    def get_new_notifs(self) -> None:
-        self.pumped += 1
-
-    def get_xfer_descs(self, rows: Any, kind: str) -> Any:
-        assert kind == "DRAM"
-        return rows
-
-    def initialize_xfer(self, what: str, mine: Any, theirs: Any, peer: str) -> Any:
-        assert what == "READ"
-        for rows, agent in ((mine, self), (theirs, Agent.known[peer])):
-            for start, nbytes, _ in rows:
-                assert any(at <= start and start + nbytes <= at + n for at, n in agent.spans)
-        return SimpleNamespace(rows=list(zip(mine, theirs, strict=True)), release=lambda: None)
-
-    def transfer(self, handle: Any) -> str:
-        if Agent.state == "raise":
-            raise KeyError("NIXL_ERR_BACKEND")
-        return "PROC"
-
-    def check_xfer_state(self, handle: Any) -> str:
-        if Agent.state == "DONE":
-            for (target, nbytes, _), (start, _, _) in handle.rows:
-                ctypes.memmove(target, start, nbytes)
-        return Agent.state
-
-
-@pytest.fixture
-def agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package nixl_cu13 of fakes."""
-    api: Any = ModuleType("nixl_cu13._api")
-    api.nixl_agent, api.nixl_agent_config = Agent, lambda **given: given
-    api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
-    api.logger = SimpleNamespace(setLevel=lambda level: None)
-    monkeypatch.setitem(sys.modules, "nixl_cu13", ModuleType("nixl_cu13"))
-    monkeypatch.setitem(sys.modules, "nixl_cu13._api", api)
-    monkeypatch.setattr(Agent, "known", {})
-    monkeypatch.setattr(nixl, "_kept", [])
-
-
 @pytest.mark.usefixtures("agents")
 def test_nixl_reads_what_is_registered() -> None:
     """And lets go of it in the end."""
@@ -329,7 +255,7 @@ def test_nixl_reads_what_is_registered() -> None:
         serving = next(iter(Agent.known.values()))
         assert serving.pumped
         assert report.route[0][1] == "peer-nixl"
-    assert serving.spans == [(0, 0)]
+    assert serving.spans == []
     assert nixl._kept == []  # pyright: ignore[reportPrivateUsage]
 
 
