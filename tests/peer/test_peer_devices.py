@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,14 @@ import pytest
 from agents import Agent, agents as agents
 from devices import arrays
 from devices.fake import FakeDevice
+from nccl import Nccl, ranks as ranks
 
 import mfload
 from mfload import Options, PeerOptions, Report, dtypes, errors
 from mfload.cuda import staging
 from mfload.cuda.device import CUDA
 from mfload.cuda.memory import live_bytes
-from mfload.peer import cuda_ipc, nixl
+from mfload.peer import collective, cuda_ipc, nixl
 from mfload.peer.fragments import Held
 
 ROWS = {row.numpy: row for row in dtypes.TABLE.values() if row.numpy is not None}
@@ -161,3 +163,46 @@ def test_new_weights_are_told(land: FakeDevice) -> None:
         seed.update(rows(lambda _: there, {n: a + 1 for n, a in MODEL.items()}))
         with pytest.raises(errors.SourceChangedError):
             checkpoint.get_tensor("wide")
+
+
+@pytest.mark.parametrize("how", ["device", "elsewhere", "checksums"])
+def test_nccl_moves_between_devices(land: FakeDevice, ranks: list[int], how: str) -> None:
+    """Into slots of the reader's device if it is the group's, else by the host."""
+    there, report = FakeDevice((CUDA, 3), "cuda:3"), Report()
+    given = rows(lambda n: None if n % 7 == 3 else there)
+    if how == "elsewhere":
+        land.place = CUDA, 2
+    with mfload.publish(given, model="m", transports=("collective",)) as seed:
+        assert seed.copied_bytes == 0
+        ranks[0], out = 1, there.nbytes["copy_out"]  # Checksums were made of what came out.
+        asked = options("collective", checksums=how == "checksums")
+        found = mfload.load(seed.url, "numpy", options=asked, report=report)
+        same(found)
+        assert there.nbytes["copy_out"] == out
+        assert (land.nbytes["copy_in"] == 0) == (how == "device")
+        why = report.route[0][2]
+        said = {"elsewhere": "the group is of", "checksums": "checksums=False", "device": ""}
+        assert said[how] in why
+        assert why.endswith("from device to device") == (how == "device")
+    ranks[0] = 0
+    del found, given
+    settled(there, land)
+
+
+def test_nccl_keeps_device_memory_that_it_may_still_write_to(
+    land: FakeDevice, ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that does not come: the group ends, and what it would land in is kept."""
+    there = FakeDevice((CUDA, 3), "cuda:3")
+    monkeypatch.setattr(Nccl, "send", lambda *_: SimpleNamespace(wait=lambda _: None))
+    given = rows(lambda _: there)
+    with mfload.publish(given, model="m", transports=("collective",), checksums=False) as seed:
+        ranks[0] = 1
+        peer = PeerOptions(transports=("collective",), checksums=False, stalled=0.3)
+        with pytest.raises(errors.ReadError, match="the seed stalls"):
+            mfload.load(seed.url, "numpy", options=Options(peer=peer))
+        ranks[0] = 0
+    ((tensor, *_),) = collective._kept  # pyright: ignore[reportPrivateUsage]
+    address = tensor.array.ctypes.data
+    assert any(at <= address < at + held for at, held in land.memory.items())
+    assert Nccl.aborted

@@ -6,7 +6,6 @@ import ctypes
 import http.client
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -20,10 +19,10 @@ import numpy as np
 import pytest
 from agents import Agent, agents as agents
 from launching import free_port
+from nccl import Nccl, Tensor, ranks as ranks
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
-from mfload.frameworks import private_api
 from mfload.peer import collective, nixl, transports
 from mfload.peer.data import Data, Spans, cut, hasher
 from mfload.peer.manifest import BLOCK
@@ -381,78 +380,6 @@ def test_two_processes_of_gloo(tmp_path: Path) -> None:
     kind, seconds = said["killed"]
     assert kind in ("ReadError", "SourceNotFoundError")
     assert seconds < 2
-
-
-class Tensor:
-    """As much of PyTorch's as is used."""
-
-    def __init__(self, array: Any, place: Any = "cpu") -> None:
-        self.array, self.place = array, place
-
-    def to(self, place: Any) -> Tensor:
-        return Tensor(self.array.copy(), place)
-
-    cpu = numpy = lambda self: self.array if self.place == "cpu" else Tensor(self.array)
-
-
-class Nccl:
-    """A group of NCCL's for two sides of one process; this one joins it for one of them."""
-
-    there: dict[str, list[queue.Queue[Any]]] = {}  # noqa: RUF012
-    places: list[Any] = []  # noqa: RUF012
-
-    def __init__(self, place: Any, ranks: Any, name: str, timeout: Any) -> None:
-        self.mine = int(threading.current_thread() is threading.main_thread())
-        self.queues = self.there.setdefault(name, [queue.Queue(), queue.Queue()])
-        self.places.append((place, ranks))
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
-        self.queues[rank].put(tensors[0].array)
-        return SimpleNamespace(wait=lambda timeout: None)
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
-
-        def wait(timeout: Any) -> None:
-            try:
-                tensors[0].array[:] = self.queues[self.mine].get(timeout=timeout.total_seconds())
-            except queue.Empty:
-                raise RuntimeError("timed out") from None
-
-        return SimpleNamespace(wait=wait)
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """PyTorch with a process group of NCCL's; the list has the rank that this process has."""
-    rank = [0]
-    torch: Any = ModuleType("torch")
-    torch.distributed = SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        get_rank=lambda: rank[0],
-        get_world_size=lambda: 2,
-        get_backend=lambda: "nccl",
-    )
-    torch.cuda = SimpleNamespace(current_device=lambda: 3)
-    torch.device = lambda kind, number: (kind, number)
-    torch.uint8 = np.uint8
-    torch.from_numpy = Tensor
-    torch.empty = lambda size, dtype, device: Tensor(np.empty(size, dtype), device)
-    keys: set[str] = set()
-    store = SimpleNamespace(
-        set=lambda key, _: keys.add(key),
-        check=lambda given: keys.issuperset(given),
-        delete_key=keys.discard,
-    )
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(private_api, "torch_store", lambda: store)
-    monkeypatch.setattr(private_api, "torch_device_group", Nccl)
-    monkeypatch.setattr(Nccl, "there", {})
-    monkeypatch.setattr(Nccl, "places", [])
-    monkeypatch.setattr(collective, "_kept", [])
-    return rank
 
 
 def test_nccl_over_a_fake(ranks: list[int]) -> None:
