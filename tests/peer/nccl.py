@@ -6,8 +6,9 @@ import queue
 import sys
 import threading
 from contextlib import nullcontext
+from dataclasses import dataclass
 from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,8 @@ class Tensor:
     cpu = numpy = lambda self: self.array if self.place == "cpu" else Tensor(self.array)
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """A `torch.device`."""
 
     type: str
@@ -63,12 +65,12 @@ class Nccl:
         self.aborted.append(self)
 
     def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
+        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, Place("cuda", 3))
         self.queues[rank].put(tensors[0].array)
         return SimpleNamespace(wait=lambda timeout: None)
 
     def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
+        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, Place("cuda", 3))
 
         def wait(timeout: Any) -> None:
             try:

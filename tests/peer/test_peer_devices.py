@@ -199,7 +199,7 @@ def test_nccl_keeps_device_memory_that_it_may_still_write_to(
     with mfload.publish(given, model="m", transports=("collective",), checksums=False) as seed:
         ranks[0] = 1
         peer = PeerOptions(transports=("collective",), checksums=False, stalled=0.3)
-        with pytest.raises(errors.ReadError, match="the seed stalls"):
+        with pytest.raises(errors.ReadError, match=r"stalls|has ended"):
             mfload.load(seed.url, "numpy", options=Options(peer=peer))
         ranks[0] = 0
     ((tensor, *_),) = collective._kept  # pyright: ignore[reportPrivateUsage]

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from agents import Agent, agents as agents
 from launching import free_port
-from nccl import Nccl, Tensor, ranks as ranks
+from nccl import Nccl, Place, Tensor, ranks as ranks
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
@@ -389,7 +389,7 @@ def test_nccl_over_a_fake(ranks: list[int]) -> None:
         ranks[0] = 1
         _same(mfload.load(seed.url, "numpy", options=_options("collective"), report=report))
         assert "(nccl): the seed is disturbed" in report.route[0][2]
-        assert Nccl.places == [(("cuda", 3), (0, 1))] * 2
+        assert Nccl.places == [(Place("cuda", 3), (0, 1))] * 2
         ranks[0] = 0
         with pytest.raises(errors.SourceError, match="no other process of the group"):
             mfload.load(seed.url, "numpy", options=_options("collective"))
