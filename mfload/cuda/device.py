@@ -98,6 +98,10 @@ class Device(Protocol):
         """Makes it the calling thread's device inside a `with`, and restores what was before."""
         ...
 
+    def reaches(self, other: Device) -> bool:
+        """Whether its streams copy out of the other's memory directly, and not through the host."""
+        ...
+
     def memory_info(self) -> MemoryInfo:
         """How much memory is free, and how much there is."""
         ...

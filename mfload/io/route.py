@@ -36,6 +36,7 @@ class Leg(NamedTuple):
         direct: Whether it is read with O_DIRECT if it is read into host memory.
         cold: Whether most of it comes from a disk, and through the page cache.
         either: Whether a trial may show that it is better read with O_DIRECT.
+        past_host: Whether what lands on a device does so without host memory.
     """
 
     file: str
@@ -45,6 +46,7 @@ class Leg(NamedTuple):
     direct: bool = False
     cold: bool = False
     either: bool = False
+    past_host: bool = False
 
 
 PastHost = Callable[[str, int | None], tuple[bool, str]]
@@ -207,6 +209,6 @@ def _onto_device(leg: Leg, kept: Leg, cold: int | None, engine: str, past: PastH
     if cold is not None:
         real, said = past(leg.file, None if engine == "gds" else cold)
         if real:
-            return leg._replace(engine="gds", why=f"{leg.why}; {said}")
+            return leg._replace(engine="gds", why=f"{leg.why}; {said}", past_host=True)
         why = f"{why}; {'gds asked for, but ' if engine == 'gds' else 'no gds: '}{said}"
     return kept._replace(engine="pinned", why=why)

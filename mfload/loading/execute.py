@@ -126,7 +126,7 @@ def run(
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
         from mfload.cuda.engine import onto_devices
 
-        gds = {number: sources[number] for number, leg in route.items() if leg.engine == "gds"}
+        gds = {number: sources[number] for number, leg in route.items() if leg.past_host}
         how = staging, open_reader, threads, gds, note, observer
         raw = [block for block in blocks if block.decode is None]
         rounds.append(onto_devices(raw, memory, *how))

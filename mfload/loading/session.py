@@ -306,7 +306,7 @@ class Session:
         if self._devices:
             from mfload.cuda import cufile, staging
 
-            self._gds = any(leg.engine == "gds" for leg in legs)
+            self._gds = any(leg.past_host for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
             readers.kept = shared is not None
@@ -401,7 +401,19 @@ class Session:
         elif limit is not None and limit < least:
             against = "max_device_overhead= leaves no room for its slots"
         past = functools.partial(gds.check, self._devices, options.deadline, against)
-        return routing.choose_onto_device(files, options.engine, options.page_cache, past)
+        legs = routing.choose_onto_device(files, options.engine, options.page_cache, past)
+        made: list[routing.Leg] = []
+        for (one, _), leg in zip(files, legs, strict=True):
+            source: Any = one
+            find = getattr(source, "past_host", None)  # Of peers.
+            why = None if find is None else find(self._devices)
+            if why is not None and (why := against or why):
+                leg = leg._replace(why=f"{leg.why}; through the host: {why}")
+            elif why is not None:
+                why = f"{source.why}; from device to device"
+                leg = leg._replace(engine=source.engine, why=why, past_host=True)
+            made.append(leg)
+        return made
 
     def _decided(self) -> Iterator[str]:
         name, batches, asked = self.adapter.name, self.limits.batches, self._options.allocator
