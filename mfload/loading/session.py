@@ -167,7 +167,7 @@ class Loader:
         filled: list[Filled] = []
         try:
             with gc_paused():
-                session = Session(self, requests, observer=observer)
+                session = Session(self, requests, observer=observer, alone=fill is None)
                 session.recorder = recorder
             batches = session.limits.batches
             if len(batches) > 1:
@@ -221,6 +221,7 @@ class Session:
         *,
         by_host: bool = False,
         observer: Observer | None = None,
+        alone: bool = True,
     ) -> None:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index, counts_items=loader.adapter.counts_items)
@@ -229,6 +230,13 @@ class Session:
         adapter = self.adapter
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
+        # What others read too, or see, passes through the host.
+        self._near = alone and observer is None and any(hasattr(each, "lying") for each in sources)
+        self._near &= bool(adapter.devices)
+        if self._near:
+            from mfload.loading import near  # Only some sources lie on devices.
+
+            self._whole = list(map(near.narrowed, self._whole))
         self.requests, self._owners = self._whole, range(len(self._whole))
         if adapter.devices:
             self._whole = list(self._whole)  # Rows that are made when asked for are made once.
@@ -241,9 +249,15 @@ class Session:
             self.requests = self._whole = list(self.requests)
         if not isinstance(self.requests, WholeTensors):
             self.allocations = list(map(self._allocation, self.requests))
+        if self._near:
+            from mfload.loading import near
+
+            given = sources, adapter, options
+            pairs = zip(self.requests, self.allocations, strict=True)
+            self.allocations = [near.allocation(*pair, *given) for pair in pairs]
         numbers: set[int] = set()
         self._copies = self._lends = False
-        for device, owner, copied in set(self.allocations):
+        for device, owner, copied, _ in set(self.allocations):
             self._copies |= copied
             self._lends |= owner == "framework"
             if device is not None:
@@ -272,6 +286,10 @@ class Session:
             chosen = options.deadline.bound(choose, "opening the files")
             known.update(zip(files, chosen, strict=True))
         self.route = {number: known[number] for number in used}
+        if self._near:
+            from mfload.loading import near
+
+            self.route = near.legs(self.route, self.requests, self.allocations, sources)
         legs = self.route.values()
         self._direct = any(map(_DIRECT, legs))
         cold = self._direct or any(map(_COLD, legs))
@@ -549,6 +567,13 @@ class Session:
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
+            if self._near:
+                from mfload.loading import near
+
+                copy = functools.partial(near.copy, plan, memory, self._sources)
+                copied = deadline.bound(copy, "copying from device to device")
+                if advance is not None:
+                    advance(copied)
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)

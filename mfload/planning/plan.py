@@ -213,18 +213,21 @@ def make_plan(
                 spots.append(layout.place(request, nbytes, offset, where))
         for number, request, (buffer, at) in zip(numbers, wanted, spots, strict=True):
             places[number] = _new(Place, (request, buffer, at))
+        near = [bool(allocations) and allocations[number].near for number in numbers]
         if kind is None:
             buffer, at = spots[0]
-            if lengths[0] and (given is not None or layout.specs[buffer].source is None):
+            read = given is not None or layout.specs[buffer].source is None
+            if lengths[0] and read and not near[0]:
                 reads.run(source, start, lengths[0], buffer, at)
             continue
         number = kind.number
-        if mapped or 0 in lengths:
-            # Maps bring some of them, and of others there is nothing to read.
+        if mapped or 0 in lengths or True in near:
+            # Maps and devices bring some of them, and of others there is nothing to read.
             read = [
                 n
                 for n, (buffer, _) in enumerate(spots)
                 if lengths[n] and (given is not None or layout.specs[buffer].source is None)
+                and not near[n]
             ]
             wanted, spots = [wanted[n] for n in read], [spots[n] for n in read]
             offsets, number = [offsets[n] for n in read], None
