@@ -23,7 +23,7 @@ from mfload.cuda import discovery
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.memory import live_bytes
 from mfload.dlpack import View, capsule, compact_nbytes
-from mfload.peer import cuda_ipc, fragments, memfd, nixl, source
+from mfload.peer import cuda_ipc, fragments, memfd, nixl, serve, source
 from mfload.peer.data import Data
 from mfload.peer.fragments import Held
 from mfload.saving.export import TensorToSave
@@ -436,10 +436,10 @@ def test_parts_of_what_a_seed_holds(machine: Machine, monkeypatch: pytest.Monkey
     with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
         with mfload.open(seed.url, "numpy", options=IPC) as opened:
             for index in (np.s_[5], np.s_[3:50], np.s_[:, 2:4], np.s_[7:9, 3:5], np.s_[4, 2:4]):
-                np.testing.assert_array_equal(opened["x"][index], arrays["x"][index], strict=True)
+                np.testing.assert_array_equal(opened.get_slice("x")[index], arrays["x"][index], strict=True)
             assert not _host_calls(machine)
             for index in (np.s_[::2], np.s_[:, :, 3:5], [4, 1]):
-                np.testing.assert_array_equal(opened["x"][index], arrays["x"][index], strict=True)
+                np.testing.assert_array_equal(opened.get_slice("x")[index], arrays["x"][index], strict=True)
             del opened
         found = mfload.load(seed.url, "numpy", dtype="float16", options=IPC)
         np.testing.assert_array_equal(found["x"], arrays["x"].astype(np.float16), strict=True)
@@ -475,7 +475,7 @@ def test_shards_of_a_seed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> 
         for n, ((low, high), _) in enumerate(boxes):
             _land(monkeypatch, n)
             with mfload.open(seed.url, "numpy", options=IPC) as opened:
-                found = opened["x"][low:high]
+                found = opened.get_slice("x")[low:high]
             np.testing.assert_array_equal(found, arrays["x"][low:high], strict=True)
             assert found.ctypes.data == rows[n].memory.address
             del found, opened
@@ -582,3 +582,55 @@ def test_nixl_registers_device_memory_as_such(
     assert offered.given["devices"] == [1, -1]
     offered.close()
     assert registered == []
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"]])
+def test_a_checkpoint_that_is_served_from_devices(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, devices: list[str]
+) -> None:
+    """Whole on one, or a chunk of each first dim on several; readers have arrays over both."""
+    arrays = {**_arrays(), "alone": np.array(7.0), "none": np.zeros((0, 3), np.int8)}
+    mfload.save(arrays, tmp_path / "x.safetensors", metadata={"a": "b"})
+    held, metadata = serve.stored(tmp_path / "x.safetensors", devices=devices)
+    assert metadata == {"a": "b"}
+    assert {each.memory.number for each in held} == set(range(len(devices)))
+    locked = machine.calls["hostRegister"]
+    with mfload.publish(held, model="m", transports=("cuda_ipc", "http")) as seed:
+        assert seed.copied_bytes == 0
+        _same(mfload.load(seed.url, "numpy"), arrays)  # Over HTTP.
+        _land(monkeypatch, 0)
+        found = mfload.load(seed.url, "numpy", names=["t19"], options=IPC)["t19"]
+        np.testing.assert_array_equal(found, arrays["t19"])
+        if len(devices) == 1:
+            assert machine.calls["hostRegister"] == locked
+        count = len(devices)
+        given: Any = {"framework": "numpy", "shardings": 0, "options": IPC, "names": ["t19", "t8"]}
+        for rank in range(count):
+            _land(monkeypatch, rank)
+            report = Report()
+            shards = mfload.load(seed.url, shard=(rank, count), report=report, **given)
+            for name in ("t19", "t8"):
+                size = -(-arrays[name].size // count)
+                expected = arrays[name][rank * size : (rank + 1) * size]
+                np.testing.assert_array_equal(shards[name][0], expected, strict=True)
+            assert report.mapped_bytes == report.result_bytes
+            del shards
+        del found
+
+
+def test_what_no_gpu_serves() -> None:
+    """The host is asked for by no device."""
+    with pytest.raises(errors.DeviceError, match="weights are served from a GPU"):
+        serve.stored("x.safetensors", devices=["cpu"])
+
+
+def test_a_server_waits_for_those_that_have_its_memory(machine: Machine) -> None:
+    """It no longer listens, and ends when they let go."""
+    said: list[str] = []
+    left = iter([2, 2, 1, 0])
+    seed = mfload.publish({"x": np.ones(3)}, model="m")
+    with serve.told(seed, said.append, lambda: next(left)):
+        pass
+    assert not seed.open
+    assert said[-1].startswith("waits for 2 readers with arrays in its memory")
+    assert not [*left]
