@@ -215,7 +215,8 @@ def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None
     with connection, suppress(OSError):
         connection.recv(1)
     if not ended.is_set():
-        _log.warning("%s is gone: copy what lies in its memory, or load it again", name)
+        text = "%s is gone: CUDA does not promise that arrays in its memory stay; load them anew"
+        _log.warning(text, name)
 
 
 def connect(given: Any, remote: Remote) -> CudaIpcWay | str:

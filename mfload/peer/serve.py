@@ -75,8 +75,9 @@ def _device(name: str) -> Any:
 
 def _rows(info: TensorInfo, number: int, count: int) -> Iterator[requesting.Request]:
     """What one of so many devices holds of a tensor."""
-    if info.nbytes and info.shape and (len(info.shape) > 1 or info.dtype.elements == 1):
-        low, high = specs.chunk(info.shape[0], count, number)
+    length = next(iter(info.shape), 0)
+    if info.nbytes and length and (len(info.shape) > 1 or info.dtype.elements == 1):
+        low, high = specs.chunk(length, count, number)
         if low < high:
             yield requesting.Request(info, info.dtype, slicing.select(info, slice(low, high)))
     elif not number:

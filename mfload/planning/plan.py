@@ -226,7 +226,8 @@ def make_plan(
             read = [
                 n
                 for n, (buffer, _) in enumerate(spots)
-                if lengths[n] and (given is not None or layout.specs[buffer].source is None)
+                if lengths[n]
+                and (given is not None or layout.specs[buffer].source is None)
                 and not near[n]
             ]
             wanted, spots = [wanted[n] for n in read], [spots[n] for n in read]
