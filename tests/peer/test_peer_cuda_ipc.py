@@ -1,5 +1,7 @@
 """The transport "cuda_ipc" over the stub of CuPy: what lies on devices, and what is hostile."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
 import ctypes
@@ -618,8 +620,9 @@ def test_a_seed_that_ends(
         found = mfload.load(seed.url, "numpy", options=IPC)
         with caplog.at_level(logging.WARNING, "mfload.peer"):
             for key in list(lender._selector.get_map().values()):
-                if key.fileobj is not lender._listener:
-                    key.fileobj.shutdown(2)  # As the kernel does for a process that ends.
+                reader: Any = key.fileobj
+                if reader is not lender._listener:
+                    reader.shutdown(2)  # As the kernel does for a process that ends.
             _until(lambda: "is gone" in caplog.text)
         assert seed.address in caplog.text
         del found
