@@ -102,15 +102,15 @@ def allocate(
     """
     memory: list[Any] = []
     lying: dict[int, Any] = {}
-    if any(allocation.owner == "source" for allocation in set(plan.allocations)):
-        from mfload.loading import near  # Only some sources lie on devices.
-
-        lying = near.lying(plan, sources)
     ranges: dict[int, list[tuple[int, int]]] = {}
     for number, (nbytes, source, device) in enumerate(plan.buffers):
         if number in lent:
             memory.append(lent[number].memory)
         elif source is not None and device is not None:
+            if not lying:
+                from mfload.loading import near  # Only some sources lie on devices.
+
+                lying = near.lying(plan, sources)
             memory.append(lying[number])
         elif source is not None:
             ranges = ranges or _mapped_ranges(plan)

@@ -231,8 +231,8 @@ class Session:
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
         # What others read too, or see, passes through the host.
-        self._near = alone and observer is None and any(hasattr(each, "lying") for each in sources)
-        self._near &= bool(adapter.devices)
+        self._near = bool(adapter.devices) and alone and observer is None
+        self._near = self._near and any(hasattr(each, "lying") for each in sources)
         if self._near:
             from mfload.loading import near  # Only some sources lie on devices.
 

@@ -123,7 +123,7 @@ def told(
             teller.join()
             say(f"read {counted(seed.reads, 'time')} in all")
     if left := leases():
-        say(f"waits for {counted(left, 'reader')} with arrays in its memory; Ctrl-C ends it now")
+        say(f"waits for {counted(left, 'reader')}, whose arrays lie here; Ctrl-C ends it now")
     while leases():
         time.sleep(_PAUSE)
 

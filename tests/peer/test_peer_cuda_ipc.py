@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import json
@@ -25,6 +26,7 @@ from devices.queues import MODES
 
 import mfload
 from mfload import Options, PeerOptions, Report, dtypes, errors
+from mfload.cli import commands
 from mfload.cuda import discovery
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.memory import live_bytes
@@ -717,5 +719,39 @@ def test_a_server_waits_for_those_that_have_its_memory(machine: Machine) -> None
     with serve.told(seed, said.append, lambda: next(left)):
         pass
     assert not seed.open
-    assert said[-1].startswith("waits for 2 readers with arrays in its memory")
+    assert said[-1].startswith("waits for 2 readers, whose arrays lie here")
     assert not [*left]
+
+
+@pytest.mark.parametrize("transports", [None, "http", "cuda_ipc"])
+def test_the_command(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    capsys: pytest.CaptureFixture[str],
+    transports: str | None,
+) -> None:
+    """`mfload serve --device` offers it, unless others are named."""
+    arrays, path = _arrays(), str(tmp_path / "x.safetensors")
+    mfload.save(arrays, path)
+    _land(monkeypatch)
+    reports = [Report(), Report()]
+
+    def run(server: Any, started: Any) -> None:
+        with server:
+            started()
+            url = capsys.readouterr().out.strip()
+            for names, report in zip(("cuda_ipc", "http"), reports, strict=True):
+                peer = PeerOptions(transports=(names,))
+                with contextlib.suppress(errors.SourceError):
+                    found = mfload.load(url, "numpy", options=Options(peer=peer), report=report)
+                    _same(found, arrays)
+                    del found
+
+    monkeypatch.setattr(serve, "run", run)
+    given = {"device": "cuda:0", "transports": transports}
+    commands.serve(path=path, model="m", **given)
+    routes = [report.route[0][1] if report.route else None for report in reports]
+    offered = ("cuda_ipc", "http") if transports is None else (transports,)
+    engines = {"cuda_ipc": "peer-cuda_ipc", "http": "pinned"}
+    assert routes == [engines[n] if n in offered else None for n in ("cuda_ipc", "http")]
