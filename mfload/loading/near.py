@@ -109,8 +109,10 @@ def lying(plan: Plan, sources: Sequence[Source]) -> dict[int, DeviceBuffer]:
     for place, each in zip(plan.places, plan.allocations, strict=True):
         if each.owner == "source":
             there, (start, _) = _lying(place.request, sources), _rows(place.request) or (0, None)
-            at, nbytes = there.address + start, place.request.nbytes
-            made[place.buffer] = DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
+            if start or place.request.nbytes < there.nbytes:
+                at, nbytes = there.address + start, place.request.nbytes
+                there = DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
+            made[place.buffer] = there
     return made
 
 
@@ -189,9 +191,11 @@ def _rows(request: Request) -> tuple[int, Rows] | None:
     info, dtype, selection, *_ = request
     if dtype is not info.dtype or not info.simple or not request.nbytes:
         return None
+    if selection is None:
+        return 0, Rows.one(request.nbytes)
     if (first := boxes.contiguous(request)) is not None:
         return first - info.pieces[0].offset, Rows.one(request.nbytes)
-    if selection is None or not selection.simple or dtype.elements > 1:
+    if not selection.simple or dtype.elements > 1:
         return None
     strides, unit = boxes.c_strides(info.shape, dtype.nbytes), np.dtype(f"V{dtype.nbytes}")
     found = copies.rows(Copy(tuple(a.size for a in selection), strides, 0, unit, unit))

@@ -12,6 +12,7 @@ Run on a stub of CuPy; not yet run on a GPU.
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import json
 import logging
@@ -206,9 +207,11 @@ class _Lease:
         self._connection.close()
 
     def __del__(self) -> None:
-        with suppress(Exception):  # Modules may be gone when the interpreter ends.
+        try:
             self._ended.set()
             self._connection.shutdown(socket.SHUT_RDWR)
+        except Exception:  # noqa: BLE001 - closed, or modules are gone at the end.
+            pass
 
 
 def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None:
@@ -292,9 +295,11 @@ class _Opened:
 
     def __del__(self) -> None:
         if self.address:
-            with suppress(Exception):  # Modules may be gone when the interpreter ends.
+            try:
                 self._last = None
                 self.device.ask("ipcCloseMemHandle", self.address)
+            except Exception:  # noqa: BLE001 - CUDA or modules are gone at the end.
+                pass
 
 
 class CudaIpcWay:
@@ -333,11 +338,13 @@ class CudaIpcWay:
 
     def lying(self, offset: int, nbytes: int) -> DeviceBuffer | None:
         """The memory of a range, if it is part of one array that lies on a device."""
-        ranges = [*cut(self._starts, self._remote.manifest.size, offset, offset + nbytes)]
-        there = self._arrays[ranges[0][0]] if len(ranges) == 1 else None
-        if there is None:
+        n = bisect.bisect_right(self._starts, offset) - 1
+        there, ahead = self._arrays[n], offset - self._starts[n]
+        if there is None or ahead + nbytes > there.nbytes:
             return None
-        at = there.address + ranges[0][1]
+        if nbytes == there.nbytes:
+            return there
+        at = there.address + ahead
         return DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
 
     def read(self, vector: Sequence[Any], offset: int) -> None:
