@@ -42,6 +42,9 @@ class PeerOptions:
         checksums: Whether bytes are compared with the checksums of the seed as they arrive.
         transports: Names of the transports to use, best first. Default: all that need no consent:
             "memory", "memfd", "http".
+        copy: Whether arrays never lie in the device memory of a seed. Default: over "cuda_ipc"
+            they do where the seed holds them on the device that they are loaded to, and must not
+            be written to.
         timeout: Seconds that peers have in all, before a fall-back is taken. Default: half of
             `Options.timeout`, or no limit.
         stalled: Seconds without progress after which a peer is given up.
@@ -60,6 +63,7 @@ class PeerOptions:
     address: str = "127.0.0.1:0"
     checksums: bool = True
     transports: tuple[str, ...] | None = None
+    copy: bool = False
     timeout: float | None = None
     stalled: float = 1.5
     ca_file: str | os.PathLike[str] | None = None

@@ -15,6 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {
     "tests/devices": ("cupy",),
+    "tests/peer/test_cuda_ipc_gpu.py": ("cupy",),
     "tests/frameworks/test_cupy.py": ("cupy",),
     "tests/frameworks/test_torch.py": ("cupy", "torch"),
     "tests/frameworks/test_torch_lazy.py": ("cupy", "torch"),

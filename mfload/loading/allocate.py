@@ -127,10 +127,17 @@ def _allocate(
     together: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Any]:
     memory: list[Any] = []
+    lying: dict[int, Any] = {}
     ranges: dict[int, list[tuple[int, int]]] = {}
     for number, (nbytes, source, device) in enumerate(plan.buffers):
         if number in lent:
             memory.append(lent[number].memory)
+        elif source is not None and device is not None:
+            if not lying:
+                from mfload.loading import near  # Only some sources lie on devices.
+
+                lying = near.lying(plan, sources)
+            memory.append(lying[number])
         elif source is not None:
             ranges = ranges or _mapped_ranges(plan)
             some = ranges[number] or [(0, 1)]  # Of empty tensors alone.
@@ -166,7 +173,9 @@ def _together(plan: Plan, lent: Mapping[int, Lent]) -> dict[int, int]:
 def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """The parts of maps that the plan uses, by the number of their buffer."""
     found: dict[int, list[tuple[int, int]]] = {
-        number: [] for number, spec in enumerate(plan.buffers) if spec.source is not None
+        number: []
+        for number, spec in enumerate(plan.buffers)
+        if spec.source is not None and spec.device is None
     }
     for request, buffer, at in plan.places:
         if buffer not in found or not request.nbytes:

@@ -166,7 +166,7 @@ class Loader:
         filled: list[Filled] = []
         try:
             with gc_paused():
-                session = Session(self, requests, observer=observer, tries=fill is None)
+                session = Session(self, requests, observer=observer, alone=fill is None)
                 session.recorder = recorder
             batches = session.limits.batches
             if len(batches) > 1:
@@ -222,7 +222,7 @@ class Session:
         *,
         by_host: bool = False,
         observer: Observer | None = None,
-        tries: bool = True,
+        alone: bool = True,
     ) -> None:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index, counts_items=loader.adapter.counts_items)
@@ -231,6 +231,13 @@ class Session:
         adapter = self.adapter
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
+        # What others read too, or see, passes through the host.
+        self._near = bool(adapter.devices) and alone and observer is None
+        self._near = self._near and any(hasattr(each, "lying") for each in sources)
+        if self._near:
+            from mfload.loading import near  # Only some sources lie on devices.
+
+            self._whole = list(map(near.narrowed, self._whole))
         self.requests, self._owners = self._whole, range(len(self._whole))
         if adapter.devices:
             self._whole = list(self._whole)  # Rows that are made when asked for are made once.
@@ -243,9 +250,15 @@ class Session:
             self.requests = self._whole = list(self.requests)
         if not isinstance(self.requests, WholeTensors):
             self.allocations = list(map(self._allocation, self.requests))
+        if self._near:
+            from mfload.loading import near
+
+            given = sources, adapter, options
+            pairs = zip(self.requests, self.allocations, strict=True)
+            self.allocations = [near.allocation(*pair, *given) for pair in pairs]
         numbers: set[int] = set()
         self._copies = self._lends = False
-        for device, owner, copied in set(self.allocations):
+        for device, owner, copied, _ in set(self.allocations):
             self._copies |= copied
             self._lends |= owner == "framework"
             if device is not None:
@@ -274,10 +287,14 @@ class Session:
             chosen = options.deadline.bound(choose, "opening the files")
             known.update(zip(files, chosen, strict=True))
         self.route = {number: known[number] for number in used}
+        if self._near:
+            from mfload.loading import near
+
+            self.route = near.legs(self.route, self.requests, self.allocations, sources)
         legs = self.route.values()
         # Of a stream, all of it counts.
         of_all = wanted if shared is None or shared.wanted is None else shared.wanted
-        tries = tries and not apart and sum(of_all.values()) >= routing.TRIED
+        tries = alone and not apart and sum(of_all.values()) >= routing.TRIED
         tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
         room = options.max_host_overhead
         tries = tries and (room is None or room >= _ROOM)
@@ -627,6 +644,13 @@ class Session:
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
+            if self._near:
+                from mfload.loading import near
+
+                copy = functools.partial(near.copy, plan, memory, self._sources)
+                copied = deadline.bound(copy, "copying from device to device")
+                if advance is not None:
+                    advance(copied)
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)
