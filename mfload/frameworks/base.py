@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -158,6 +158,12 @@ class Adapter:
             Lent(array, memory_at(array, address, request.nbytes, device))
             for request, (array, address) in zip(requests, made, strict=True)
         ]
+
+    def prepare(self, number: int, sizes: Iterable[int]) -> None:
+        """Is told of the bytes of each buffer that `allocate` is going to be asked for.
+
+        Returns at once. Default: nothing is done.
+        """
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         """Memory for a buffer of several arrays, on the device of that number.

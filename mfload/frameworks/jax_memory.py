@@ -1,19 +1,26 @@
-"""JAX's devices and its memory: new arrays that are filled in place, which a program can take over.
+"""JAX's devices and its memory: what is filled in place, and a program can take over afterwards.
 
-Only a compiled program gives memory that XLA allocated for sure. A program makes one array of every
-kind that is still wanted, and there are as many programs as kinds differ in their counts, a few for
-most models. No program makes two of a kind: XLA computes once what is equal and copies it. The
-first time in a process, 291 arrays of an 8B Llama take 0.27 s on a CPU of two cores, and 18,723 of
-a mixture of experts 0.5 s.
+Only a compiled program gives memory that XLA allocated for sure. On a GPU it gives slabs: a buffer
+of a plan each, over which arrays are views. XLA compiles a program for each size of a slab, of
+which most models have three to six, side by side in threads.
+
+On a CPU, XLA takes over whole arrays of its own only, no views. There a program makes one array of
+every kind that is still wanted, and there are as many programs as kinds differ in their counts, a
+few for most models. No program makes two of a kind: XLA computes once what is equal and copies it.
+The first time in a process, 291 arrays of an 8B Llama take 0.27 s on a CPU of two cores, and 18,723
+of a mixture of experts 0.5 s.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,14 +29,14 @@ import numpy as np
 from jax import experimental
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mfload import errors
+from mfload import dtypes, errors
+from mfload.dlpack import View, capsule
 from mfload.frameworks import base, private_api
 from mfload.io import buffers
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
     from mfload.cuda.memory import DeviceBuffer
-    from mfload.dlpack import View
     from mfload.dtypes import DType
 
 log = logging.getLogger("mfload")
@@ -103,6 +110,33 @@ def laid_out(array: Any, form: Any) -> Any:
     form = type(form)(layout_of(form), array.sharding)
     with full_device(), undisturbed():
         return jax.block_until_ready(jax.device_put(array, form))
+
+
+class OnDevice:
+    """A view as JAX's public import wants it: an object that names its device."""
+
+    def __init__(self, view: View, device: Any) -> None:
+        self._view = view
+        # JAX looks for the number among this process's devices; `id` counts those of all.
+        there = base.on_device(view)
+        self._place = view.memory.device.place if there else (1, device.local_hardware_id)
+
+    def __dlpack__(self, **_: object) -> Any:
+        # Whatever stream is named: all that was written is there when a view is made.
+        return capsule(self._view, device_id=self._place[1])
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._place
+
+
+def importer(device: Any, there: Device | None = None) -> Callable[[View], Any]:
+    """What makes arrays on a `jax.Device` over views of its memory; `there` is it, if not a CPU."""
+
+    def publicly(view: View) -> Any:
+        with undisturbed():
+            return jax.dlpack.from_dlpack(OnDevice(view, device))
+
+    return private_api.jax_capsule_importer(device, there) or publicly
 
 
 def find_device(device: Any) -> tuple[Device | None, tuple[str, ...]]:
@@ -184,51 +218,117 @@ def _program(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> Callable[[],
     there = [NamedSharding(mesh, PartitionSpec(), memory_kind=kind[0]) for kind in kinds]
     if len(devices) == 1:  # Such an array is the one shard of itself.
         there = [SingleDeviceSharding(devices[0], memory_kind=kind[0]) for kind in kinds]
-    # Public since 0.8; until then it took no shape. For an H100, XLA of JAX 0.11.2 compiles it to
-    # memory without a kernel; on the CPU it is zeros.
-    fill = getattr(jax.lax, "empty", jnp.zeros)
 
     def make() -> tuple[Any, ...]:
-        return tuple(fill(shape, dtype) for _, dtype, shape in kinds)
+        return tuple(_new(shape, dtype) for _, dtype, shape in kinds)
 
     return jax.jit(make, out_shardings=tuple(there))
 
 
-def fillable(device: Any, there: Device) -> bool:
-    """Whether XLA's arrays on a device can be filled in place, past XLA.
+# Public since 0.8; until then it took no shape. For an H100, XLA of JAX 0.11.2 compiles it to
+# memory without a kernel; on the CPU it is zeros.
+_new: Callable[..., Any] = getattr(jax.lax, "empty", jnp.zeros)
+_STEP = 2 << 20
+_SIDE_BY_SIDE = 16
 
-    Tried until there is an answer: two new arrays are written to from a stream of our own, and JAX
-    must find in each what was written there. `there` is the same device, which writes.
+
+def slab_bytes(nbytes: int) -> int:
+    """The size of a slab for so many bytes: up to an eighth larger, and by less than 2 MiB.
+
+    So a few programs serve all small ones.
+    """
+    step = min(_STEP, 1 << max(8, nbytes.bit_length() - 4))
+    return max(step, -(-nbytes // step) * step)
+
+
+def prepare(device: Any, sizes: Iterable[int]) -> None:
+    """Begins to compile the programs for slabs of so many bytes."""
+    for nbytes in itertools.islice(dict.fromkeys(map(slab_bytes, sizes)), _SIDE_BY_SIDE):
+        _slab_program(device, nbytes)
+
+
+def slab(device: Any, nbytes: int) -> Any:
+    """A new array of at least so many bytes on a `jax.Device`; ready as those of `allocate`."""
+    program = _slab_program(device, slab_bytes(nbytes))
+    if program.done() and program.exception():
+        _slab_program.cache_clear()
+        program = _slab_program(device, slab_bytes(nbytes))
+    with full_device(), undisturbed():
+        return jax.block_until_ready(program.result()())
+
+
+@functools.lru_cache(maxsize=256)
+def _slab_program(device: Any, nbytes: int) -> Future[Callable[[], Any]]:
+    def compiled() -> Any:
+        there = SingleDeviceSharding(device)
+        with undisturbed():
+            program = jax.jit(lambda: _new((nbytes,), "uint8"), out_shardings=there)
+            return program.lower().compile()
+
+    return _started(compiled)
+
+
+def _started(act: Callable[[], Any]) -> Future[Any]:
+    """What a function will return, in a thread of its own."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is wanted.
+            future.set_exception(error)
+
+    # At its end, the interpreter waits for it: XLA must not compile while it goes.
+    threading.Thread(target=run, name="mfload-xla").start()
+    return future
+
+
+def fillable(device: Any, there: Device) -> bool:
+    """Whether slabs of XLA's on a device can be filled in place, past XLA.
+
+    Tried until there is an answer (see `begin_trial`).
     """
     try:
-        problem = _problem(device, there)
+        problem = begin_trial(device, there).result()
     except errors.MemoryLimitError as error:
-        problem = f"there was no room to try: {error}"  # There may be the next time.
+        begin_trial.cache_clear()  # There may be room the next time.
+        problem = f"there was no room to try: {error}"
     if problem:
         log.info("%s: tensors land in mfload's memory, since in XLA's own %s", device, problem)
     return not problem
 
 
+@functools.lru_cache(maxsize=64)
+def begin_trial(device: Any, there: Device) -> Future[str]:
+    """Begins to try, in a thread, whether slabs can be filled; the answer says why not.
+
+    Two new ones are written to from a stream of our own, and JAX must find in a view of each what
+    was written there. `there` is the same device, which writes.
+    """
+    return _started(functools.partial(_problem, device, there))
+
+
 _TRIAL = 4096  # int32 elements: some pages.
 
 
-@functools.lru_cache(maxsize=64)
 def _problem(device: Any, there: Device) -> str:
-    """Why XLA's arrays can't be filled in place; empty if they can."""
     try:
-        arrays = allocate([NewArray(device, None, "int32", (_TRIAL,))] * 2)
+        slabs = [slab(device, 4 * _TRIAL) for _ in range(2)]
         wanted = [np.arange(_TRIAL, dtype=np.int32) * -977 + first for first in (5, 1 << 30)]
-        for array, each in zip(arrays, wanted, strict=True):
-            address = private_api.jax_address(array)
-            _write(there, base.memory_at(array, address, each.nbytes, there), each)
+        take, views = importer(device, there), []
+        for each, numbers in zip(slabs, wanted, strict=True):
+            address = private_api.jax_address(each)
+            memory = base.memory_at(each, address, numbers.nbytes, there)
+            _write(there, memory, numbers)
+            views.append(take(View("trial", dtypes.TABLE["I32"], numbers.shape, memory, 0)))
         # What was written to the second must not be seen in the first.
-        if all(np.array_equal(*pair) for pair in zip(map(np.asarray, arrays), wanted, strict=True)):
+        if all(np.array_equal(*pair) for pair in zip(map(np.asarray, views), wanted, strict=True)):
             return ""
     except errors.MemoryLimitError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever goes wrong, there is another way.
         return str(error) or type(error).__name__
-    return "JAX does not see what was written to an array, or sees it in another"
+    return "JAX does not see what was written to a slab, or sees it in another"
 
 
 def _write(there: Device, target: DeviceBuffer, numbers: Any) -> None:

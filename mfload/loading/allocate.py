@@ -93,6 +93,16 @@ def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
     return {place.buffer: each for place, each in zip(places, lent, strict=True)}
 
 
+def prepare(specs: Sequence[BufferSpec], adapter: Adapter) -> None:
+    """Tells the adapter what it is going to allocate."""
+    sizes: dict[int, list[int]] = {}
+    for nbytes, _, device in specs:
+        if device is not None:
+            sizes.setdefault(device, []).append(nbytes)
+    for device, each in sizes.items():
+        adapter.prepare(device, each)
+
+
 def allocate(
     plan: Plan,
     sources: Sequence[Source],

@@ -523,6 +523,9 @@ class Session:
             planned = self.plan(batch)
         plan = planned.plan
         times.append(time.perf_counter())
+        if self._devices and self._options.allocator != "mfload":
+            specs = allocate.not_lent(plan) if self._lends else plan.buffers
+            allocate.prepare(specs, self.adapter)
         self.check_batch(planned)
         lent = allocate.lend(plan, self.adapter) if self._lends else {}
         # A map reads from the disk, and a device may be busy: to get their memory may hang.
