@@ -66,6 +66,7 @@ class JaxAdapter(base.Adapter):
         return "mfload"  # Buffers on the device are of XLA's memory (`allocate`), and not lent.
 
     def prepare(self, number: int, sizes: Iterable[int]) -> None:
+        jax_memory.begin_trial(self.place, self.devices[number])
         jax_memory.prepare(self.place, sizes)
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
