@@ -31,7 +31,7 @@ from hypothesis import given, strategies as st
 from leaks import left
 from test_jax import JaxConformance
 
-from mfload import dtypes, errors
+from mfload import dtypes, errors, frameworks
 from mfload.cuda import memory
 from mfload.cuda.device import Device
 from mfload.dlpack import View
@@ -82,6 +82,23 @@ class TestJaxLanding(DeviceMemoryConformance):
         del last
         gc.collect()
         assert gone() is None
+
+    def test_programs_of_one_load_serve_the_next(
+        self, ground: Ground, zoo: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
+        told: list[int] = []
+        prepare = jax_memory.prepare
+        monkeypatch.setattr(jax_memory, "prepare", lambda d, n: told.extend(n) or prepare(d, n))
+        path, rows = zoo(8)
+        self.look.assert_loaded(self.look.load(path), rows)
+        known = jax_memory._slab_program.cache_info().misses
+        first = told.copy()
+        for allocator in ("framework", "mfload"):
+            self.look.load(path, allocator=allocator)
+        assert jax_memory._slab_program.cache_info().misses == known
+        assert first
+        assert told == 2 * first  # Nothing for memory of ours.
 
     def test_64_bits_stay_exact(self, ground: Ground) -> None:
         assert not jax.config.jax_enable_x64
@@ -419,6 +436,29 @@ class TestPool:
         land = FakeDevice(total=1000)
         land.taken = 900
         assert jax_memory.pool(Told(**stats), land).free == free
+
+
+def test_the_trial_begins_with_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before headers are read."""
+    land = FakeDevice()
+    monkeypatch.setattr(jax_memory, "find_device", lambda _: (land, ()))
+    jax_memory.begin_trial.cache_clear()
+    adapter = jax_adapter.make("cpu:0")
+    assert jax_memory.begin_trial.cache_info().misses == 1
+    buffer = adapter.allocate(0, 1000)
+    assert jax_memory.begin_trial.cache_info().misses == 1
+    assert isinstance(buffer.owner, jax.Array)
+    assert memory.live_bytes() == 0
+    del buffer
+    land.assert_clean()
+
+
+def test_memory_of_ours_where_that_of_xla_cannot_be_filled() -> None:
+    land = FakeDevice(fail={"copy_in": 1})
+    buffer = jax_adapter.JaxAdapter(cpu(0), land).allocate(0, 1000)
+    assert memory.live_bytes() == buffer.nbytes == 1000
+    del buffer
+    land.assert_clean()
 
 
 class TestLandOn:
