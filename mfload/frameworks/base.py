@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,12 +159,6 @@ class Adapter:
             for request, (array, address) in zip(requests, made, strict=True)
         ]
 
-    def prepare(self, number: int, sizes: Iterable[int]) -> None:
-        """Is told of the bytes of each buffer that `allocate` is going to be asked for.
-
-        Returns at once. Default: nothing is done.
-        """
-
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         """Memory for a buffer of several arrays, on the device of that number.
 
@@ -172,6 +166,14 @@ class Adapter:
         refused. Default: mfload's own, not of the framework's allocator.
         """
         return self.devices[number].allocate(nbytes)
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        """What allocates the buffers of one load on a device, of these sizes in this order.
+
+        Returns at once. Default: `allocate`.
+        """
+        del sizes
+        return functools.partial(self.allocate, number)
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         """An uninitialised array and its address for each type of the framework and shape.

@@ -65,16 +65,11 @@ class JaxAdapter(base.Adapter):
     def owner(self, allocator: str) -> Owner:
         return "mfload"  # Buffers on the device are of XLA's memory (`allocate`), and not lent.
 
-    def prepare(self, number: int, sizes: Iterable[int]) -> None:
-        jax_memory.begin_trial(self.place, self.devices[number])
-        jax_memory.prepare(self.place, sizes)
-
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
-        there = self.devices[number]
-        if not jax_memory.fillable(self.place, there):
-            return super().allocate(number, nbytes)
-        slab = jax_memory.slab(self.place, nbytes)
-        return base.memory_at(slab, private_api.jax_address(slab), nbytes, there)
+        return self.allocator(number, [nbytes])(nbytes)
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return jax_memory.Slabs(self.place, self.devices[number], sizes)
 
     def pool(self, number: int) -> base.Pool | None:
         return jax_memory.pool(self.place, self.devices[number])
@@ -186,7 +181,8 @@ def make(device: object) -> JaxAdapter:
         )
     there, notes = jax_memory.find_device(device)
     if there is not None:
-        jax_memory.begin_trial(device, there)  # While headers are read.
+        jax_memory.begin_trial(device, there)  # Both while headers are read.
+        jax_memory.begin_slab(device)
     return JaxAdapter(device, there, notes)
 
 

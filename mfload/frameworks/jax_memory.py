@@ -1,8 +1,8 @@
 """JAX's devices and its memory: what is filled in place, and a program can take over afterwards.
 
-Only a compiled program gives memory that XLA allocated for sure. On a GPU it gives slabs: a buffer
-of a plan each, over which arrays are views. XLA compiles a program for each size of a slab, of
-which most models have three to six, side by side in threads.
+Only a compiled program gives memory that XLA allocated for sure. On a GPU one program, which is
+compiled while headers are read, makes slabs of one size; the buffers of a plan lie in these, where
+they follow each other, and arrays are views of the buffers.
 
 On a CPU, XLA takes over whole arrays of its own only, no views. There a program makes one array of
 every kind that is still wanted, and there are as many programs as kinds differ in their counts, a
@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import threading
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ from mfload import dtypes, errors
 from mfload.dlpack import View, capsule
 from mfload.frameworks import base, private_api
 from mfload.io import buffers
+from mfload.planning.layout import DEVICE_ALIGNMENT
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
@@ -228,8 +230,13 @@ def _program(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> Callable[[],
 # Public since 0.8; until then it took no shape. For an H100, XLA of JAX 0.11.2 compiles it to
 # memory without a kernel; on the CPU it is zeros.
 _new: Callable[..., Any] = getattr(jax.lax, "empty", jnp.zeros)
+
+SLAB = 128 << 20
+"""Bytes of most slabs: XLA makes one in 0.03 ms (an H100), and one tensor keeps two at most beside
+the buffer that it lies in."""
+
 _STEP = 2 << 20
-_SIDE_BY_SIDE = 16
+_MANY = 16  # Of so many slabs on, the last is as large as the others; one more program costs more.
 
 
 def slab_bytes(nbytes: int) -> int:
@@ -241,20 +248,19 @@ def slab_bytes(nbytes: int) -> int:
     return max(step, -(-nbytes // step) * step)
 
 
-def prepare(device: Any, sizes: Iterable[int]) -> None:
-    """Begins to compile the programs for slabs of so many bytes."""
-    for nbytes in itertools.islice(dict.fromkeys(map(slab_bytes, sizes)), _SIDE_BY_SIDE):
-        _slab_program(device, nbytes)
-
-
-def slab(device: Any, nbytes: int) -> Any:
-    """A new array of at least so many bytes on a `jax.Device`; ready as those of `allocate`."""
+def begin_slab(device: Any, nbytes: int = SLAB) -> Future[Callable[[], Any]]:
+    """Begins to compile what makes slabs of at least so many bytes on a `jax.Device`."""
     program = _slab_program(device, slab_bytes(nbytes))
     if program.done() and program.exception():
         _slab_program.cache_clear()
         program = _slab_program(device, slab_bytes(nbytes))
+    return program
+
+
+def slab(device: Any, nbytes: int) -> Any:
+    """A new array of at least so many bytes; for when it is ready, see `allocate`."""
     with full_device(), undisturbed():
-        return jax.block_until_ready(program.result()())
+        return begin_slab(device, nbytes).result()()
 
 
 @functools.lru_cache(maxsize=256)
@@ -266,6 +272,68 @@ def _slab_program(device: Any, nbytes: int) -> Future[Callable[[], Any]]:
             return program.lower().compile()
 
     return _started(compiled)
+
+
+class Slabs:
+    """Makes the buffers of one load, of sizes that are known, in this order.
+
+    They lie in slabs that follow each other in memory, each buffer in one or more of these. A
+    buffer that finds no place, since XLA gives memory here and there, has a slab of its own.
+    """
+
+    def __init__(self, device: Any, there: Device, sizes: Sequence[int]) -> None:
+        self._device, self._there = device, there
+        self._sizes = [-(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT for nbytes in sizes]
+        self._fills: bool | None = None
+        self._places: Iterator[_Place] | None = None
+        begin_trial(device, there)
+        count, rest = divmod(sum(self._sizes), SLAB)
+        if rest and count >= _MANY:
+            count, rest = count + 1, 0
+        self._wanted = [SLAB] * count + [rest] * (rest > 0)
+        for nbytes in dict.fromkeys(self._wanted):
+            begin_slab(device, nbytes)
+
+    def __call__(self, nbytes: int) -> DeviceBuffer:
+        """The next buffer."""
+        if self._fills is None:
+            self._fills = fillable(self._device, self._there)
+        if not (nbytes and self._fills):
+            return self._there.allocate(nbytes)
+        if self._places is None:
+            slabs = jax.block_until_ready([slab(self._device, each) for each in self._wanted])
+            self._places = iter(_placed(self._sizes, slabs))
+            del slabs  # Those that no buffer lies in go at once.
+        place = next(self._places)
+        if place is None:
+            alone = jax.block_until_ready(slab(self._device, nbytes))
+            place = [alone], private_api.jax_address(alone)
+        return base.memory_at(*place, nbytes, self._there)
+
+
+_Place = tuple[list[Any], int] | None
+"""The slabs that a buffer lies in, and its address; None if there is no place for it."""
+
+
+def _placed(sizes: Iterable[int], slabs: Iterable[Any]) -> list[_Place]:
+    """Where each buffer lies that is not empty."""
+    ordered = sorted(((private_api.jax_address(x), x) for x in slabs), key=itemgetter(0))
+    starts = [start for start, _ in ordered]
+    runs: list[list[int]] = []  # What is free of slabs without a gap: its first byte, and its end.
+    for start, each in ordered:
+        if not (runs and runs[-1][1] == start):
+            runs.append([start, start])
+        runs[-1][1] += each.nbytes
+    made: list[_Place] = []
+    for nbytes in filter(None, sizes):
+        run = next((run for run in runs if run[1] - run[0] >= nbytes), None)
+        if run is None:
+            made.append(None)
+            continue
+        at, run[0] = run[0], run[0] + nbytes
+        within = slice(bisect_right(starts, at) - 1, bisect_left(starts, at + nbytes))
+        made.append(([each for _, each in ordered[within]], at))
+    return made
 
 
 def _started(act: Callable[[], Any]) -> Future[Any]:
@@ -313,7 +381,7 @@ _TRIAL = 4096  # int32 elements: some pages.
 
 def _problem(device: Any, there: Device) -> str:
     try:
-        slabs = [slab(device, 4 * _TRIAL) for _ in range(2)]
+        slabs = jax.block_until_ready([slab(device, 4 * _TRIAL) for _ in range(2)])
         wanted = [np.arange(_TRIAL, dtype=np.int32) * -977 + first for first in (5, 1 << 30)]
         take, views = importer(device, there), []
         for each, numbers in zip(slabs, wanted, strict=True):

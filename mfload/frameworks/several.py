@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -78,8 +78,8 @@ class SeveralAdapter(Adapter):
     def follow(self) -> AbstractContextManager[object]:
         return _all([part.follow() for part in self._parts])
 
-    def prepare(self, number: int, sizes: Iterable[int]) -> None:
-        self._owners[self.devices[number]].prepare(0, sizes)
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._owners[self.devices[number]].allocator(0, sizes)
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._owners[self.devices[number]].allocate(0, nbytes)
@@ -166,9 +166,8 @@ class InPlaceAdapter(Adapter):
         rest = iter(self._new.lend(new) if new else ())
         return [next(rest) if memory is None else Lent(None, memory) for memory in held]
 
-    def prepare(self, number: int, sizes: Iterable[int]) -> None:
-        if number < len(self._new.devices):
-            self._new.prepare(number, sizes)
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._new.allocator(number, sizes)
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._new.allocate(number, nbytes)

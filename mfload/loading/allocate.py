@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.dlpack import array_at
@@ -13,6 +13,12 @@ from mfload.io import buffers
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan
 from mfload.sources.base import Source
+
+if TYPE_CHECKING:
+    from mfload.cuda.memory import DeviceBuffer
+
+Allocators = Mapping[int, "Callable[[int], DeviceBuffer]"]
+"""What makes a buffer of so many bytes on a device, by its number."""
 
 # For less, no limit is looked at: if it is refused, the system says so.
 _WORTH_LOOKING = 64 << 10
@@ -93,14 +99,18 @@ def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
     return {place.buffer: each for place, each in zip(places, lent, strict=True)}
 
 
-def prepare(specs: Sequence[BufferSpec], adapter: Adapter) -> None:
-    """Tells the adapter what it is going to allocate."""
+def allocators(specs: Sequence[BufferSpec], adapter: Adapter, allocator: str) -> Allocators:
+    """What allocates those of the buffers that lie on devices.
+
+    It is the adapter; for `allocator="mfload"`, the device.
+    """
     sizes: dict[int, list[int]] = {}
     for nbytes, _, device in specs:
         if device is not None:
             sizes.setdefault(device, []).append(nbytes)
-    for device, each in sizes.items():
-        adapter.prepare(device, each)
+    if allocator == "mfload":
+        return {device: adapter.devices[device].allocate for device in sizes}
+    return {device: adapter.allocator(device, each) for device, each in sizes.items()}
 
 
 def allocate(
@@ -108,11 +118,10 @@ def allocate(
     sources: Sequence[Source],
     adapter: Adapter,
     lent: Mapping[int, Lent],
-    allocator: str = "auto",
+    there: Allocators,
 ) -> list[Any]:
-    """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
+    """The memory of each buffer: a uint8 array, or a `DeviceBuffer` (see `allocators`).
 
-    On devices it is what the adapter allocates; of `allocator="mfload"`, mfload's own.
     Raises MemoryLimitError if memory is refused, SourceChangedError if a file to map has shrunk.
     """
     memory: list[Any] = []
@@ -128,9 +137,7 @@ def allocate(
             memory.append(buffers.allocate(nbytes))
         else:
             try:
-                own = allocator == "mfload"
-                there = adapter.devices[device]
-                memory.append(there.allocate(nbytes) if own else adapter.allocate(device, nbytes))
+                memory.append(there[device](nbytes))
             except errors.MfloadError as error:
                 inside = (p.request.info.name for p in plan.places if p.buffer == number)
                 error.tensor = error.tensor or next(inside, None)

@@ -523,13 +523,14 @@ class Session:
             planned = self.plan(batch)
         plan = planned.plan
         times.append(time.perf_counter())
-        if self._devices and self._options.allocator != "mfload":
+        there: allocate.Allocators = {}
+        if self._devices:
             specs = allocate.not_lent(plan) if self._lends else plan.buffers
-            allocate.prepare(specs, self.adapter)
+            there = allocate.allocators(specs, self.adapter, self._options.allocator)
         self.check_batch(planned)
         lent = allocate.lend(plan, self.adapter) if self._lends else {}
         # A map reads from the disk, and a device may be busy: to get their memory may hang.
-        given = plan, self._sources, self.adapter, lent, self._options.allocator
+        given = plan, self._sources, self.adapter, lent, there
         take = functools.partial(allocate.allocate, *given)
         memory = deadline.bound(take, "mapping files or allocating on a device")
         times.append(time.perf_counter())

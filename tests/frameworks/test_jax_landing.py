@@ -66,7 +66,7 @@ class TestJaxLanding(DeviceMemoryConformance):
         """A slab lives as long as any view of it, and is given back then."""
         rows = [material.stored(f"w{n}", "F32", (1 << 8, 64), n) for n in range(4)]
         slab = ground.adapter.allocate(0, 4 << 16)
-        gone = weakref.ref(slab.owner)
+        gone = weakref.ref(slab.owner[0])
         write(ground.device, [(slab, n << 16, row.raw) for n, row in enumerate(rows)])
         views = [View(row.name, dtypes.TABLE["F32"], row.shape, slab, n << 16)
                  for n, row in enumerate(rows)]  # fmt: skip
@@ -87,9 +87,11 @@ class TestJaxLanding(DeviceMemoryConformance):
         self, ground: Ground, zoo: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
-        told: list[int] = []
-        prepare = jax_memory.prepare
-        monkeypatch.setattr(jax_memory, "prepare", lambda d, n: told.extend(n) or prepare(d, n))
+        told: list[Any] = []
+        real = ground.adapter.allocator
+        monkeypatch.setattr(
+            ground.adapter, "allocator", lambda *given: told.append(given) or real(*given)
+        )
         path, rows = zoo(8)
         self.look.assert_loaded(self.look.load(path), rows)
         known = jax_memory._slab_program.cache_info().misses
@@ -295,14 +297,12 @@ class TestPrograms:
 
     def test_slabs_of_one_size_share_one(self) -> None:
         jax_memory._slab_program.cache_clear()
-        jax_memory.prepare(cpu(0), [70_001, 70_002, 300, 70_003])
         slabs = [jax_memory.slab(cpu(0), n) for n in (70_003, 301, 70_002, 70_001)]
         assert jax_memory._slab_program.cache_info().misses == 2
         assert len({each.unsafe_buffer_pointer() for each in slabs}) == 4
         assert {each.dtype for each in slabs} == {np.dtype(np.uint8)}
 
-    def test_they_are_compiled_beside_the_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """`prepare` returns before they are, and compiles no more than some at once."""
+    def test_it_is_compiled_beside_the_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         free, threads = threading.Event(), set[int]()
 
         def late(act: Any) -> Any:
@@ -316,12 +316,14 @@ class TestPrograms:
         started = jax_memory._started
         monkeypatch.setattr(jax_memory, "_started", late)
         jax_memory._slab_program.cache_clear()
-        jax_memory.prepare(cpu(0), [n << 10 for n in range(1, 40)])
-        assert jax_memory._slab_program.cache_info().misses == jax_memory._SIDE_BY_SIDE
+        land = FakeDevice()
+        make = jax_memory.Slabs(cpu(0), land, [1 << 10, 5 << 10])  # Returns before they are.
+        assert jax_memory._slab_program.cache_info().misses == 1
         free.set()
-        assert jax_memory.slab(cpu(0), 1 << 10).nbytes == 1 << 10
+        made = [make(1 << 10), make(5 << 10)]
+        assert made[0].address + (1 << 10) == made[1].address
         assert threading.get_ident() not in threads
-        jax_memory._slab_program.cache_clear()
+        land.assert_clean()
 
     def test_a_program_that_failed_is_tried_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         jax_memory._slab_program.cache_clear()
@@ -330,6 +332,97 @@ class TestPrograms:
             with pytest.raises(ZeroDivisionError):
                 jax_memory.slab(cpu(0), 1000)
         assert jax_memory.slab(cpu(0), 1000).nbytes == 1024
+
+
+class Slab:
+    """An array of XLA's at an address."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.unsafe_buffer_pointer = lambda: address
+
+
+class TestPlaces:
+    """Of buffers in slabs."""
+
+    @given(
+        sizes=st.lists(st.integers(0, 40)),
+        gaps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 20)), max_size=12),
+        order=st.randoms(use_true_random=False),
+    )
+    def test_any(self, sizes: list[int], gaps: list[tuple[int, int]], order: Any) -> None:
+        slabs, at = list[Slab](), 1000
+        for gap, nbytes in gaps:
+            slabs.append(Slab(at + gap, nbytes))
+            at += gap + nbytes
+        order.shuffle(slabs)
+        places = jax_memory._placed(sizes, slabs)
+        wanted = [nbytes for nbytes in sizes if nbytes]
+        assert len(places) == len(wanted)
+        taken = [(p[1], n) for p, n in zip(places, wanted, strict=True) if p]
+        disjoint(taken)
+        for place, nbytes in zip(places, wanted, strict=True):
+            if place is None:
+                continue
+            held, at = place
+            spans = [(x.unsafe_buffer_pointer(), x.nbytes) for x in held]
+            own = set(range(at, at + nbytes))
+            for start, length in spans:  # None that it does not lie in.
+                assert own & set(range(start, start + length))
+                own -= set(range(start, start + length))
+            assert not own
+        if not any(gap for gap, _ in gaps[1:]) and sum(wanted) <= sum(n for _, n in gaps):
+            assert None not in places  # No byte is lost where slabs follow each other.
+
+    def test_a_load_in_many_slabs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As a GPU gives them; the last one is as large as the others only where it pays."""
+        monkeypatch.setattr(jax_memory, "SLAB", 1 << 12)
+        given: list[int] = []
+        memory_of = np.zeros(1 << 20, np.uint8)
+        base_address = -(-memory_of.ctypes.data // 256) * 256
+
+        def slab(_: Any, nbytes: int) -> Any:
+            given.append(nbytes)
+            return Slab(base_address + sum(given[:-1]), nbytes)
+
+        monkeypatch.setattr(jax_memory, "slab", slab)
+        monkeypatch.setattr(jax_memory, "fillable", lambda *_: True)
+        monkeypatch.setattr(jax_memory, "begin_trial", lambda *_: None)
+        begun: list[int] = []
+        monkeypatch.setattr(jax_memory, "begin_slab", lambda _, nbytes: begun.append(nbytes))
+        monkeypatch.setattr(jax, "block_until_ready", lambda made: made)
+        for sizes, slabs, programs in (
+            ([5000, 100, 0, 9000], [4096] * 3 + [2304], [4096, 2304]),
+            ([5000] * 14, [4096] * 18, [4096]),
+            ([100, 200], [512], [512]),
+            ([8192], [4096] * 2, [4096]),
+        ):
+            given.clear()
+            begun.clear()
+            land = FakeDevice()
+            make = jax_memory.Slabs(cpu(0), land, sizes)
+            made = [make(nbytes) for nbytes in sizes]
+            assert given == slabs
+            assert begun == programs
+            assert [each.nbytes for each in made] == sizes
+            disjoint((each.address, each.nbytes) for each in made)
+            assert all(each.address % 256 == 0 for each in made if each.nbytes)
+            del made
+            land.assert_clean()
+
+    def test_what_finds_no_place(self) -> None:
+        """Slabs of a CPU do not follow each other: what needs two has its own."""
+        sizes = [jax_memory.SLAB // 2 + 256, jax_memory.SLAB, 1000]
+        land = FakeDevice(total=1 << 40)
+        make = jax_memory.Slabs(cpu(0), land, sizes)
+        made = [make(nbytes) for nbytes in sizes]
+        disjoint((each.address, each.nbytes) for each in made)
+        for each in made:
+            held = [(x.unsafe_buffer_pointer(), x.nbytes) for x in each.owner]
+            assert min(held)[0] <= each.address
+            assert each.address + each.nbytes <= max(held)[0] + max(held)[1]
+        del made
+        land.assert_clean()
 
 
 class TestTrial:
@@ -447,7 +540,7 @@ def test_the_trial_begins_with_the_adapter(monkeypatch: pytest.MonkeyPatch) -> N
     assert jax_memory.begin_trial.cache_info().misses == 1
     buffer = adapter.allocate(0, 1000)
     assert jax_memory.begin_trial.cache_info().misses == 1
-    assert isinstance(buffer.owner, jax.Array)
+    assert isinstance(buffer.owner[0], jax.Array)
     assert memory.live_bytes() == 0
     del buffer
     land.assert_clean()

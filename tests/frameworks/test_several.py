@@ -178,13 +178,16 @@ class TestLanding:
         self, adapter: several.SeveralAdapter, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         told: list[Any] = []
-        monkeypatch.setattr(JaxAdapter, "prepare", lambda self, *given: told.append((self, given)))
-        adapter.prepare(1, [64, 128])
-        ((part, given),) = told
-        assert (part.place, given) == (cpu(2), (0, [64, 128]))
-        made = [adapter.allocate(n, 64) for n in (0, 1)]
+        real = JaxAdapter.allocator
+        monkeypatch.setattr(
+            JaxAdapter,
+            "allocator",
+            lambda self, *given: told.append((self.place, given)) or real(self, *given),
+        )
+        made = [adapter.allocator(n, [64, 128])(64) for n in (0, 1)]
+        assert told == [(cpu(5), (0, [64, 128])), (cpu(2), (0, [64, 128]))]
         assert [each.device.name for each in made] == ["fake:5", "fake:2"]
-        assert [each.owner.device for each in made] == [cpu(5), cpu(2)]
+        assert [each.owner[0].device for each in made] == [cpu(5), cpu(2)]
 
     def test_whose_memory(self, lands: Sequence[FakeDevice]) -> None:
         first, second = lands
