@@ -257,10 +257,11 @@ def begin_slab(device: Any, nbytes: int = SLAB) -> Future[Callable[[], Any]]:
     return program
 
 
-def slab(device: Any, nbytes: int) -> Any:
-    """A new array of at least so many bytes; for when it is ready, see `allocate`."""
+def slabs(device: Any, sizes: Sequence[int]) -> list[Any]:
+    """New arrays of at least so many bytes each, ready as those of `allocate`."""
     with full_device(), undisturbed():
-        return begin_slab(device, nbytes).result()()
+        made = [begin_slab(device, nbytes).result()() for nbytes in sizes]
+        return jax.block_until_ready(made)
 
 
 @functools.lru_cache(maxsize=256)
@@ -301,13 +302,12 @@ class Slabs:
         if not (nbytes and self._fills):
             return self._there.allocate(nbytes)
         if self._places is None:
-            slabs = jax.block_until_ready([slab(self._device, each) for each in self._wanted])
-            self._places = iter(_placed(self._sizes, slabs))
-            del slabs  # Those that no buffer lies in go at once.
+            # Slabs that no buffer lies in go at once.
+            self._places = iter(_placed(self._sizes, slabs(self._device, self._wanted)))
         place = next(self._places)
         if place is None:
-            alone = jax.block_until_ready(slab(self._device, nbytes))
-            place = [alone], private_api.jax_address(alone)
+            alone = slabs(self._device, [nbytes])
+            place = alone, private_api.jax_address(alone[0])
         return base.memory_at(*place, nbytes, self._there)
 
 
@@ -315,25 +315,25 @@ _Place = tuple[list[Any], int] | None
 """The slabs that a buffer lies in, and its address; None if there is no place for it."""
 
 
-def _placed(sizes: Iterable[int], slabs: Iterable[Any]) -> list[_Place]:
+def _placed(sizes: Iterable[int], made: Iterable[Any]) -> list[_Place]:
     """Where each buffer lies that is not empty."""
-    ordered = sorted(((private_api.jax_address(x), x) for x in slabs), key=itemgetter(0))
+    ordered = sorted(((private_api.jax_address(x), x) for x in made), key=itemgetter(0))
     starts = [start for start, _ in ordered]
     runs: list[list[int]] = []  # What is free of slabs without a gap: its first byte, and its end.
     for start, each in ordered:
         if not (runs and runs[-1][1] == start):
             runs.append([start, start])
         runs[-1][1] += each.nbytes
-    made: list[_Place] = []
+    places: list[_Place] = []
     for nbytes in filter(None, sizes):
         run = next((run for run in runs if run[1] - run[0] >= nbytes), None)
         if run is None:
-            made.append(None)
+            places.append(None)
             continue
         at, run[0] = run[0], run[0] + nbytes
         within = slice(bisect_right(starts, at) - 1, bisect_left(starts, at + nbytes))
-        made.append(([each for _, each in ordered[within]], at))
-    return made
+        places.append(([each for _, each in ordered[within]], at))
+    return places
 
 
 def _started(act: Callable[[], Any]) -> Future[Any]:
@@ -381,10 +381,10 @@ _TRIAL = 4096  # int32 elements: some pages.
 
 def _problem(device: Any, there: Device) -> str:
     try:
-        slabs = jax.block_until_ready([slab(device, 4 * _TRIAL) for _ in range(2)])
+        made = slabs(device, [4 * _TRIAL] * 2)
         wanted = [np.arange(_TRIAL, dtype=np.int32) * -977 + first for first in (5, 1 << 30)]
         take, views = importer(device, there), []
-        for each, numbers in zip(slabs, wanted, strict=True):
+        for each, numbers in zip(made, wanted, strict=True):
             address = private_api.jax_address(each)
             memory = base.memory_at(each, address, numbers.nbytes, there)
             _write(there, memory, numbers)
