@@ -602,6 +602,10 @@ class Session:
             planned = self.plan(batch)
         plan = planned.plan
         times.append(time.perf_counter())
+        there: allocate.Allocators = {}
+        if self._devices and self._options.allocator != "mfload":
+            specs = allocate.not_lent(plan) if self._lends else plan.buffers
+            there = allocate.allocators(specs, self.adapter)
         self.check_batch(planned)
         memory: list[Any] = []
         lent: dict[int, Lent] = {}
@@ -609,8 +613,8 @@ class Session:
         def take() -> None:
             if self._lends:
                 lent.update(allocate.lend(plan, self.adapter))
-            given = plan, self._sources, self.adapter, lent, self._options.allocator
             # A map reads from the disk, and a device may be busy: to get their memory may hang.
+            given = plan, self._sources, self.adapter, lent, there
             get = functools.partial(allocate.allocate, *given)
             if self._devices and deadline.seconds is not None:
                 get = functools.partial(_within, self.adapter.follow(), get)
