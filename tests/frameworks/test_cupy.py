@@ -67,7 +67,7 @@ class WithoutAPool(cupy_adapter.CupyAdapter):
     def pool(self, number: int) -> None:
         return None
 
-    allocate, allocating = Adapter.allocate, Adapter.allocating  # pyright: ignore
+    allocator, allocating = Adapter.allocator, Adapter.allocating  # pyright: ignore
 
 
 class TestLanding(DeviceMemoryConformance):
