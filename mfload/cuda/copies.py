@@ -121,6 +121,10 @@ class Copier:
         late = {to for to, _ in behind}
         return [each.record() if name in late else marks[name] for name, each in used.items()]
 
+    def _device(self, segment: Segment) -> Device | None:
+        memory = self._memory[segment.buffer]
+        return memory.device if isinstance(memory, DeviceBuffer) else None
+
     def _stream(self, device: Device) -> Stream:
         if device.name not in self._streams:
             self._streams[device.name] = device.stream()
@@ -138,14 +142,13 @@ class Copier:
             return segments, ()
         firsts, replicas = list[Segment](), list[tuple[Segment, Segment]]()
         held: dict[object, list[Segment]] = {}
-        device_of = [getattr(each, "device", None) for each in self._memory]
-        for segment in sorted(segments, key=lambda s: device_of[s.buffer] is not self._near):
-            device = device_of[segment.buffer]
+        for segment in sorted(segments, key=lambda s: self._device(s) is not self._near):
+            device = self._device(segment)
             if device is None or not segment.landed:
                 firsts.append(segment)
                 continue
             alike = held.setdefault((segment.offset, segment.nbytes, segment.copy), [])
-            reached = (each for each in alike if device.reaches(device_of[each.buffer]))
+            reached = (each for each in alike if device.reaches(self._memory[each.buffer].device))
             if (first := next(reached, None)) is None:
                 firsts.append(segment)
                 alike.append(segment)

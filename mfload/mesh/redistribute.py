@@ -307,7 +307,7 @@ def run(
     rows = [link.buffer(), link.buffer()] if schedule.travels else []
     # On a device, what travels by itself is read and sent from there; the rest goes by the rows.
     rooms = [link.room(each) for each in rows]
-    wide = [link.view(each).reshape(-1, width) for each in rooms]
+    wide = [link.view(each) for each in rooms]
     seen = [link.view(each) for each in memory]
 
     def spots(parcel: Parcel) -> list[tuple[int, int]]:
@@ -338,13 +338,18 @@ def run(
 
     def place(parcel: Parcel) -> Any:
         buffer, at = spots(parcel)[0]
-        return seen[buffer][at : at + parcel.nbytes]
+        return link.part(seen[buffer], at, parcel.nbytes)
 
-    def pieces_of(parcels: Sequence[Parcel], wire: Any) -> Pieces:
+    def in_row(number: int, to: int, at: int, nbytes: int) -> Any:
+        return link.part(wide[number % 2], ranks.index(to) * width + at, nbytes)
+
+    def pieces_of(parcels: Sequence[Parcel], round_number: int) -> Pieces:
         wired = [each for each in parcels if each.wire]
         alone = Counter((p.reader, p.target.rank) for p in wired if p.nbytes >= ALONE)
         most = max(alone.values(), default=0)
-        pieces = Pieces([], [], [_ROW] * len(ranks), [_ROW] * len(ranks), most)
+        front = max((p.wire + p.nbytes for p in wired if p.nbytes < ALONE), default=_ROW)
+        sizes = [_ROW] * len(ranks)
+        pieces = Pieces([], [], sizes, [*sizes], most, max(front, _ROW))
         for parcel in wired:
             given, to = parcel.reader == rank, parcel.target.rank
             if not given and to != rank:
@@ -355,8 +360,8 @@ def run(
                 sizes[number] = max(sizes[number], end)
             elif given:
                 source = parcel.same or parcel
-                row = wire[ranks.index(source.target.rank), source.wire :][: source.nbytes]
-                part = row if source.wire else place(source)
+                where = round_number, source.target.rank, source.wire, source.nbytes
+                part = in_row(*where) if source.wire else place(source)
                 pieces.sent.append((number, parcel.wire, part))
             else:
                 pieces.taken.append((number, parcel.wire, place(parcel)))
@@ -373,7 +378,7 @@ def run(
             if parcel.nbytes < ALONE:
                 row = came[ranks.index(parcel.reader)][parcel.wire :]
                 copies.append((part, row[: parcel.nbytes]))
-            copies += [(seen[buffer][at : at + parcel.nbytes], part) for buffer, at in rest]
+            copies += [(link.part(seen[b], at, parcel.nbytes), part) for b, at in rest]
         link.copy(copies)
         if advance is not None:
             advance(nbytes)
@@ -409,10 +414,10 @@ def run(
             text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
             header = _HEADER.pack(number, len(text)) + text
             wire[:, : len(header)] = memoryview(header)
-            pieces = pieces_of(parcels, wide[number % 2])
+            pieces = pieces_of(parcels, number)
             if failed is not None:  # As many bytes, and none that would come over the text.
                 for n, (to, at, part) in enumerate(pieces.sent):
-                    pieces.sent[n] = to, at, wide[number % 2][to, at : at + len(part)]
+                    pieces.sent[n] = to, at, in_row(number, ranks[to], at, part.nbytes)
             begun = time.perf_counter()
             link.start(wire, pieces)
         taken = before if rows else parcels

@@ -6,6 +6,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import samples
 from conformance.suite import no_gpu
@@ -18,11 +19,14 @@ from hypothesis import given, strategies as st
 import mfload
 from mfload import errors
 from mfload.cuda import discovery, staging
+from mfload.cuda.copies import Copier
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.dtypes import TABLE
 from mfload.formats import checkpoint
+from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.loading import session
+from mfload.planning.blocks import Block, Segment
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
 
@@ -48,15 +52,16 @@ def _fakes(count: int, mode: Any = "lazy", **how: Any) -> list[FakeDevice]:
     return made
 
 
-def _load(path: Path, there: Any, requests: Any = None, threads: int = 4) -> Any:
+def _load(path: Path, there: Any, requests: Any = None, threads: int = 4, on_host: Any = ()) -> Any:
     index, sources = checkpoint.read(path)
     if requests is None:
         every = tuple(range(len(there)))
         requests = [Request(info, info.dtype, devices=every) for info in index.tensors.values()]
-    loader = session.Loader(index, sources, arrays.Arrays(*there), LoadOptions(threads=threads))
+    adapter = arrays.Arrays(*there, on_host=on_host)
+    loader = session.Loader(index, sources, adapter, LoadOptions(threads=threads))
     found = loader.load(requests)
     return {
-        (r.info.name, n): one for r, some in zip(requests, found, strict=True)
+        (r.info.name, n, r.dtype.name): one for r, some in zip(requests, found, strict=True)
         for n, one in zip(r.devices, some, strict=True)
     }  # fmt: skip
 
@@ -66,7 +71,7 @@ def _load(path: Path, there: Any, requests: Any = None, threads: int = 4) -> Any
 def test_each_byte_comes_from_the_host_once(path: Path, mode: Any, threads: int) -> None:
     there = _fakes(4, mode)
     found = _load(path, there, threads=threads)
-    assert all(samples.same(array, MODEL[name]) for (name, _), array in found.items())
+    assert all(samples.same(array, MODEL[name]) for (name, *_), array in found.items())
     assert len(found) == 4 * len(MODEL)
     assert sum(device.nbytes["copy_in"] for device in there) == TOTAL
     assert sum(device.nbytes["copy_within"] for device in there) == 3 * TOTAL
@@ -82,7 +87,7 @@ def test_devices_out_of_reach_get_theirs_from_the_host(path: Path) -> None:
     for n, device in enumerate(there):
         device.near = {f"fake:{n ^ 1}"}  # Two pairs.
     found = _load(path, there)
-    assert all(samples.same(array, MODEL[name]) for (name, _), array in found.items())
+    assert all(samples.same(array, MODEL[name]) for (name, *_), array in found.items())
     assert sum(device.nbytes["copy_in"] for device in there) == 2 * TOTAL
     assert sum(device.nbytes["copy_within"] for device in there) == 2 * TOTAL
 
@@ -107,15 +112,39 @@ def test_any_parts_in_any_dtypes(path: Path, data: st.DataObject) -> None:
             selection = select(info, (slice(0, None), slice(1, info.shape[1] // 2 + 1, step)))
         devices = data.draw(st.permutations(range(count)))[: data.draw(st.integers(1, count))]
         requests.append(Request(info, dtype, selection, devices=tuple(devices)))
-    found = _load(path, there, requests, data.draw(st.sampled_from([1, 3])))
+        if dtype is not info.dtype and data.draw(st.booleans()):  # Some of it stays as it is.
+            requests.append(requests[-1]._replace(dtype=info.dtype))
+    on_host = data.draw(st.sampled_from([(), ("F64", "I16"), ("F32", "BF16")]))
+    found = _load(path, there, requests, data.draw(st.sampled_from([1, 3])), on_host)
+    arrays_found = iter(found.values())
     for request in requests:
         alone = [request._replace(devices=(0,))]
-        expected = _load(path, [FakeDevice()], alone, 1)[request.info.name, 0]
-        for number in request.devices:
-            assert samples.same(found[request.info.name, number], expected)
-    del found
+        (expected,) = _load(path, [FakeDevice()], alone, 1).values()
+        for _ in request.devices:
+            assert samples.same(next(arrays_found), expected)
+    del found, arrays_found
     for device in there:
         device.assert_clean()
+
+
+def test_the_same_bytes_on_the_host_and_on_devices() -> None:
+    """Places on the host are filled from the slot, and are nobody's source."""
+    one, two = _fakes(2)
+    stage = buffers.allocate(4096)
+    stage[:] = np.arange(4096, dtype=np.uint8)
+    one.pin(stage)
+    host = [np.zeros(100, np.uint8) for _ in range(2)]
+    memory: list[Any] = [*host, one.allocate(100), two.allocate(100), one.allocate(100)]
+    segments = tuple(Segment(8, 100, number, 0) for number in range(5))
+    copier = Copier(memory, near=two)
+    for event in copier.copy(Block(0, 0, 4096, segments, 100), stage, spare=stage[:0]):
+        event.wait()
+    copier.close()
+    one.unpin(stage)
+    for each in memory:
+        found = each if isinstance(each, np.ndarray) else each.owner.bytes[:100]
+        np.testing.assert_array_equal(found, stage[8:108])
+    assert (one.nbytes["copy_in"], two.nbytes["copy_in"]) == (0, 100)
 
 
 @pytest.mark.parametrize("how", ["fail", "fail_later"])
