@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -222,8 +222,9 @@ class _Maps:
             cuda.runtime.hostUnregister(locked)
 
 
+@cache
 def find(name: str, device: str) -> Task:
-    """The task of a ceiling."""
+    """The task of a ceiling; its slots stay page-locked for as long as the process lives."""
     if name == DEVICE_COPY:
         copy = _DeviceCopy(device)
         return Task(copy.run, lambda result: Found(result, []), copy.prepare)

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.checkpoint import Checkpoint, write_experts, write_llama, write_single
+from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_steps import TENSORS
 from benchmarks.process import environment
 from benchmarks.subject import Subject, whole
@@ -77,7 +78,9 @@ class Files:
             yield self.get(name)
             return
         large = self.get("large")
-        command = [sys.executable, "-P", "-m", "benchmarks.gpu_seed", device, *large.files]
+        command = [sys.executable, "-P", "-m", "mfload", "serve", str(self._folder / "large")]
+        command += ["--model", "benchmark", "--no-checksums"]
+        command += [] if device == HOST else ["--device", device]
         env = environment(self._env, [str(ROOT)])
         seed = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
