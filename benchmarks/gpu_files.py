@@ -88,7 +88,8 @@ class Files:
         assert seed.stdout is not None
         try:
             ready = select.select([seed.stdout], [], [], _READY)[0]
-            yield replace(large, path=seed.stdout.readline().strip() if ready else "")
+            url = seed.stdout.readline().strip() if ready else ""
+            yield replace(large, path=url or "no seed")
         finally:
             seed.kill()
             seed.communicate()
@@ -111,7 +112,7 @@ class Files:
     def _model(self, into: Path) -> Subject:
         code = "import sys; from pathlib import Path; from benchmarks import seams; "
         code += "seams.write(Path(sys.argv[1]), float(sys.argv[2]))"
-        command = [sys.executable, "-c", code, str(into), str(self._nbytes / 2e9)]
+        command = [sys.executable, "-c", code, str(into), str(self._nbytes / 4e9)]
         subprocess.run(command, cwd=ROOT, env=environment({}, [str(ROOT)]), check=True)
         files = sorted(map(str, into.glob("*.safetensors")))
         nbytes = sum(map(os.path.getsize, files))

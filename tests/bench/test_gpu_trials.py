@@ -352,7 +352,7 @@ def test_right(): pass
     assert found["suite/test_none.py"][0] == "skip"
     assert found["suite/x"] == ("skip", "not installed: no_such_module")
     assert "assert 'seen' == ''" in (tmp_path / "log").read_text()
-    assert trials._suite("test_late.py", 3, str(tmp_path / "f"))[0] == "timeout"
+    assert trials._suite("test_late.py", 3)[0] == "timeout"
 
 
 def test_a_dtype_that_fails_keeps_no_other_from_its_turn(
