@@ -607,10 +607,13 @@ def test_the_page_of_made_up_results(tmp_path: Path) -> None:
     assert "- made up: a thing" in page
     assert "warm, mfload → torch: pinned (made up), 4 readers; n" in page
     front = tmp_path / "README.md"
+    about = tmp_path / "docs" / "performance" / "gpu.md"
+    about.parent.mkdir(parents=True)
+    about.write_text("# GPU\n<!-- figures: begin -->\n<!-- figures: end -->\n## Steps\n")
     front.write_text("before\n<!-- figures: begin -->\nformer\n<!-- figures: end -->\nafter\n")
     (tmp_path / "gpu-older.json").write_text((tmp_path / "gpu-made-up.json").read_text().replace(
         '"steps"', '"other"').replace('"now"', '"then"'))  # fmt: skip
-    gpu.redraw(tmp_path, front)
+    gpu.redraw(tmp_path, tmp_path)
     assert (tmp_path / "gpu-made-up.md").read_text() == page
     assert image.imread(tmp_path / "gpu-made-up.png").shape[1] > 1000
     assert not (tmp_path / "gpu-older.md").exists()
@@ -620,6 +623,11 @@ def test_the_page_of_made_up_results(tmp_path: Path) -> None:
     assert "| safetensors.torch.load_file | 1.000 | 1.050 | 1.00 | – | – |" in text
     assert text.startswith("before\n")
     assert "former" not in text
+    text = about.read_text()
+    assert text.startswith("# GPU\n")
+    assert "](gpu-made-up.png)" in text
+    assert "| cold into PyTorch: share of the best file ceiling | ≥ 0.95 | 1.00 | reached |" in text
+    assert text.endswith("## Steps\n")
 
 
 def test_a_page_of_nothing_yet(tmp_path: Path) -> None:
