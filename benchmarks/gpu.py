@@ -29,12 +29,12 @@ from benchmarks.gpu_run import Run, Setting, put
 from benchmarks.results import Results
 
 
-def redraw(folder: Path, front: Path | None = None) -> None:
+def redraw(folder: Path, root: Path | None = None) -> None:
     """Pages and plots again from each `gpu-*.json` of a folder.
 
     Args:
         folder: Where they are.
-        front: A page that has a table of the last run on a GPU.
+        root: Of the checkout whose front page and page about GPUs show the last run on one.
     """
     found = {path: Results.read(path) for path in sorted(folder.glob("gpu-*.json"))}
     # Older ones have other cases.
@@ -42,10 +42,12 @@ def redraw(folder: Path, front: Path | None = None) -> None:
     for path, results in found.items():
         put(results, path.with_suffix(""))
         _draw(results, path.with_suffix(".png"))
-    measured = [each for each in found.values() if gpu_tables.has_front(each)]
-    if front is not None and measured:
-        last = max(measured, key=lambda results: results.run["ended"])
-        pages.put(front, gpu_tables.front(last))
+    measured = [path for path, results in found.items() if gpu_tables.has_front(results)]
+    if root is not None and measured:
+        last = max(measured, key=lambda path: found[path].run["ended"])
+        pages.put(root / "README.md", gpu_tables.front(found[last]))
+        about = root / "docs" / "performance" / "gpu.md"
+        pages.put(about, gpu_tables.summary(found[last], last.stem))
 
 
 def _draw(results: Results, path: Path) -> None:
@@ -93,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = args.out or ROOT / "docs" / "performance"
     out.mkdir(parents=True, exist_ok=True)
     if args.redraw:
-        redraw(out, ROOT / "README.md" if args.out is None else None)
+        redraw(out, ROOT if args.out is None else None)
         return 0
     gpu: dict[str, Any] | str = {} if args.device == HOST else gpu_facts.look()
     if isinstance(gpu, str):

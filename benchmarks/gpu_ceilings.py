@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -63,21 +63,26 @@ def label(name: str) -> str:
     return f"{how}, {many}, {mib} MiB, page-locked slots"
 
 
+def _array(nbytes: int, device: str) -> Any:
+    """Memory of the device."""
+    if device == HOST:
+        return np.ones(nbytes, np.uint8)
+    return gpu_memory.cupy().zeros(nbytes, np.uint8)  # Other values take a kernel.
+
+
 class _Peak:
     """Copies as many bytes as the checkpoint has from one page-locked block."""
 
     def __init__(self, device: str) -> None:
         self._device = device
         self._source: Any = None
+        self._target: Any = None
 
     def _make(self) -> None:
         self._source = gpu_memory.host_array(_BLOCK, self._device)
-        if self._device == HOST:
-            self._target: Any = np.ones(_BLOCK, np.uint8)
-            return
-        cp = gpu_memory.cupy()
-        self._target = cp.zeros(_BLOCK, cp.uint8)
-        self._stream = cp.cuda.Stream(non_blocking=True)
+        self._target = _array(_BLOCK, self._device)
+        if self._device != HOST:
+            self._stream = gpu_memory.cupy().cuda.Stream(non_blocking=True)
 
     def run(self, job: Job) -> None:
         """Copies."""
@@ -106,8 +111,7 @@ class _DeviceCopy:
 
     def prepare(self, job: Job) -> None:
         """Both places."""
-        made: Any = np if self._device == HOST else gpu_memory.cupy()
-        self._arrays = [made.ones(job["nbytes"], made.uint8) for _ in range(2)]
+        self._arrays = [_array(job["nbytes"], self._device) for _ in range(2)]
 
     def run(self, job: Job) -> None:
         """Copies."""
@@ -186,8 +190,7 @@ class _Maps:
     def run(self, job: Job) -> None:
         """Maps and copies."""
         if not self._targets:
-            made: Any = np if self._device == HOST else gpu_memory.cupy()
-            self._targets = [made.ones(self._window, made.uint8) for _ in range(self._threads)]
+            self._targets = [_array(self._window, self._device) for _ in range(self._threads)]
         held: dict[str, np.ndarray] = {}
         for path, _, _ in job["extents"]:
             with open(path, "rb") as file:
@@ -222,8 +225,9 @@ class _Maps:
             cuda.runtime.hostUnregister(locked)
 
 
+@cache
 def find(name: str, device: str) -> Task:
-    """The task of a ceiling."""
+    """The task of a ceiling; its slots stay page-locked for as long as the process lives."""
     if name == DEVICE_COPY:
         copy = _DeviceCopy(device)
         return Task(copy.run, lambda result: Found(result, []), copy.prepare)

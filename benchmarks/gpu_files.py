@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.checkpoint import Checkpoint, write_experts, write_llama, write_single
+from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_steps import TENSORS
 from benchmarks.process import environment
 from benchmarks.subject import Subject, whole
@@ -77,7 +78,9 @@ class Files:
             yield self.get(name)
             return
         large = self.get("large")
-        command = [sys.executable, "-P", "-m", "benchmarks.gpu_seed", device, *large.files]
+        command = [sys.executable, "-P", "-m", "mfload", "serve", str(self._folder / "large")]
+        command += ["--model", "benchmark", "--no-checksums"]
+        command += [] if device == HOST else ["--device", device]
         env = environment(self._env, [str(ROOT)])
         seed = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
@@ -85,7 +88,8 @@ class Files:
         assert seed.stdout is not None
         try:
             ready = select.select([seed.stdout], [], [], _READY)[0]
-            yield replace(large, path=seed.stdout.readline().strip() if ready else "")
+            url = seed.stdout.readline().strip() if ready else ""
+            yield replace(large, path=url or "no seed")
         finally:
             seed.kill()
             seed.communicate()
@@ -108,7 +112,7 @@ class Files:
     def _model(self, into: Path) -> Subject:
         code = "import sys; from pathlib import Path; from benchmarks import seams; "
         code += "seams.write(Path(sys.argv[1]), float(sys.argv[2]))"
-        command = [sys.executable, "-c", code, str(into), str(self._nbytes / 2e9)]
+        command = [sys.executable, "-c", code, str(into), str(self._nbytes / 4e9)]
         subprocess.run(command, cwd=ROOT, env=environment({}, [str(ROOT)]), check=True)
         files = sorted(map(str, into.glob("*.safetensors")))
         nbytes = sum(map(os.path.getsize, files))

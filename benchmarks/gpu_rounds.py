@@ -44,7 +44,7 @@ class Step(NamedTuple):
         subject: Of which checkpoint.
         fresh: Whether each round has processes of its own; else the only group has one for all
             rounds.
-        alone: Whether none gets ready while another is measured: the device has no room for it.
+        alone: Whether one process follows another, in this order: the device has no room for more.
     """
 
     number: int
@@ -106,7 +106,8 @@ class Rounds:
         with taking.processes:
             for number in range(step.rounds):
                 groups = self.missing(step, number)
-                self.rng.shuffle(groups)
+                if not step.alone:
+                    self.rng.shuffle(groups)
                 side_by_side = step.fresh and not step.alone
                 for batch in batches(groups, self.ahead if side_by_side else 1):
                     if taking.cost(batch) > budget.left:

@@ -46,8 +46,8 @@ def label(name: str) -> str:
 
 def why_not(name: str) -> str | None:
     """Why it can't be measured."""
-    wanted = ["torch", "safetensors"] + (["transformers"] if ":transformers:" in name else [])
-    missing = [each for each in wanted if find_spec(each) is None]
+    more = ["transformers", "accelerate"] if ":transformers:" in name else []
+    missing = [each for each in ["torch", "safetensors", *more] if find_spec(each) is None]
     return f"not installed: {', '.join(missing)}" if missing else None
 
 

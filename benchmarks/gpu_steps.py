@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from benchmarks import gpu_seams
 from benchmarks.gpu_ceilings import DEVICE_COPY, PEAK, cached, direct, maps
+from benchmarks.gpu_given import landings
 from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_rounds import Step
 from benchmarks.gpu_tasks import Way
@@ -99,10 +100,7 @@ def _loads(device: str, cores: int) -> list[Step]:
     ways = [
         Way(framework, allocator)
         for framework in frameworks(device)
-        for allocator in (
-            "auto",
-            *(("mfload",) if framework == "numpy" else ("mfload", "framework")),
-        )
+        for allocator in ("auto", *landings(framework))
     ]
     groups = [[way.name, way._replace(again=1).name] for way in ways]
     # The plainest first, so that there is something to compare when the time is up.

@@ -257,6 +257,24 @@ def front(results: Results) -> str:
     )
 
 
+def summary(results: Results, name: str) -> str:
+    """The front page's table, the targets, and the plot, for the page about GPUs.
+
+    Args:
+        results: The run.
+        name: Of its files, without their suffix.
+    """
+    alt = f"Seconds of each step on one {results.run['gpu']['name']}"
+    return "\n\n".join(
+        [
+            f"![{alt}]({name}.png)",
+            front(results),
+            targets(judge(results)),
+            f"[All figures]({name}.md).",
+        ]
+    )
+
+
 def _front_label(name: str) -> str:
     if name == PEAK:
         return "*copies of page-locked memory*"

@@ -81,10 +81,11 @@ def groups(device: str, cores: int) -> dict[int, list[Group]]:
         0: [
             checks(gpu_streams.names(well) + suites + held),
             checks(gpu_stress.alone(well, (engine,)), 1),
+            {"kind": QUESTION, "names": ["gds"] if gpu else [], "abreast": 1},
             checks(more),
         ],
         1: [checks(gpu_streams.races(well, gpu=gpu))],
-        8: [{"kind": QUESTION, "names": ["waking", "gds"] if gpu else [], "abreast": 1}],
+        8: [{"kind": QUESTION, "names": ["waking"] if gpu else [], "abreast": 1}],
     }
 
 
@@ -134,7 +135,7 @@ class Trials:
         timeout = min(_LONGEST, max(10.0, budget.left))
         with tempfile.TemporaryDirectory(prefix="trial-", dir=self.root) as folder:
             if what == "suite":
-                status, said = self._suite(rest, timeout, folder)
+                status, said = self._suite(rest, timeout)
             else:
                 trial = [sys.executable, "-P", "-m", "benchmarks.gpu_trial"]
                 status, said = ask([*trial, name, self.device, folder], self._env(), timeout)
@@ -152,13 +153,13 @@ class Trials:
     def _env(self) -> dict[str, str]:
         return {**self.env, **_ENV}
 
-    def _suite(self, path: str, timeout: float, folder: str) -> tuple[str, str]:
+    def _suite(self, path: str, timeout: float) -> tuple[str, str]:
         """Runs the tests of a file, or a folder, that need a GPU."""
         missing = [name for name in ("pytest", *_suites()[path]) if find_spec(name) is None]
         if missing:
             return "skip", f"not installed: {', '.join(missing)}"
         command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider"]
-        command += [f"--basetemp={folder}/tests", str(ROOT / path)]
+        command.append(str(ROOT / path))
         code, printed = _printed(command, self._env(), timeout)
         lines = [line for line in printed.splitlines() if line.strip()]
         if code in (0, _NOTHING_CHOSEN):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import stat
 import sys
 import types
@@ -125,8 +126,6 @@ class _Stub:
     def zeros(self, count: int, dtype: Any) -> Any:
         array = np.zeros(count, dtype)
         return types.SimpleNamespace(data=types.SimpleNamespace(ptr=array.ctypes.data), keep=array)
-
-    ones = zeros
 
 
 @pytest.fixture
@@ -309,6 +308,21 @@ def test_a_question_is_answered_by_no(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert [each["status"] for each in noted] == ["no", "fail"]
 
 
+def test_every_test_that_needs_a_gpu_is_among_them() -> None:
+    root = Path(__file__).resolve().parents[2]
+    listed = [root / path for path in gpu_trials._suites()]
+    assert all(path.exists() for path in listed)
+    marked = re.compile(r"(^|@|= )pytest\.mark\.gpu", re.M)
+    shared = root / "tests" / "conformance"  # Their subclasses are in files of their own.
+    for path in (root / "tests").rglob("test_*.py"):
+        if (
+            marked.search(path.read_text())
+            and path != Path(__file__)
+            and shared not in path.parents
+        ):
+            assert any(each in (path, *path.parents) for each in listed), path
+
+
 def test_suites_are_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Their last line is the answer; what a failed one printed is kept."""
     text = """
@@ -338,7 +352,7 @@ def test_right(): pass
     assert found["suite/test_none.py"][0] == "skip"
     assert found["suite/x"] == ("skip", "not installed: no_such_module")
     assert "assert 'seen' == ''" in (tmp_path / "log").read_text()
-    assert trials._suite("test_late.py", 3, str(tmp_path / "f"))[0] == "timeout"
+    assert trials._suite("test_late.py", 3)[0] == "timeout"
 
 
 def test_a_dtype_that_fails_keeps_no_other_from_its_turn(
