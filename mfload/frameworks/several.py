@@ -84,6 +84,12 @@ class SeveralAdapter(Adapter):
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._owners[self.devices[number]].allocate(0, nbytes)
 
+    def reserve(self, number: int, nbytes: int) -> None:
+        self._owners[self.devices[number]].reserve(0, nbytes)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        return _all([part.allocating() for part in self._parts])
+
     def pool(self, number: int) -> Pool | None:
         return self._owners[self.devices[number]].pool(0)
 
@@ -171,6 +177,12 @@ class InPlaceAdapter(Adapter):
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._new.allocate(number, nbytes)
+
+    def reserve(self, number: int, nbytes: int) -> None:
+        self._new.reserve(number, nbytes)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        return self._new.allocating()
 
     def pool(self, number: int) -> Pool | None:
         return self._new.pool(number) if number < len(self._new.devices) else None
