@@ -41,6 +41,7 @@ class JaxAdapter(base.Adapter):
     """Arrays on the `jax.Device` of `place` (see `base.Adapter`)."""
 
     name = "jax"
+    allocates = True
     alignment = TRAITS["jax"].alignment
     forms = TRAITS["jax"].forms(functools.partial(hasattr, jnp))
 

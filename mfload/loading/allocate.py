@@ -114,7 +114,8 @@ def allocate(
     sources: Sequence[Source],
     adapter: Adapter,
     lent: Mapping[int, Lent],
-    there: Allocators,
+    there: Allocators = MappingProxyType({}),
+    allocator: str = "auto",
 ) -> list[Any]:
     """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
 

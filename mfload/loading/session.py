@@ -446,7 +446,11 @@ class Session:
                 )
         where = self.allocations or itertools.repeat(HOST)
         pairs = list(zip(self.requests, where, strict=False))
-        rest = {request.info.name for request, each in pairs if each.owner == "mfload"}
+        rest = {
+            request.info.name
+            for request, each in pairs
+            if each.owner == "mfload" and not (self.adapter.allocates and each.device is not None)
+        }
         if asked == "framework" and rest and (self.adapter.on_host or self._devices):
             count = errors.counted(len(rest), "tensor")
             yield f"in mfload's memory, since {name} can't allocate such dtypes: {count}"

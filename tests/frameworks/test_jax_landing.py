@@ -32,11 +32,12 @@ from hypothesis import given, strategies as st
 from leaks import left
 from test_jax import JaxConformance
 
+import mfload
 from mfload import dtypes, errors, frameworks
 from mfload.cuda import memory
 from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import jax_adapter, jax_memory
+from mfload.frameworks import base, jax_adapter, jax_memory
 from mfload.frameworks.base import Adapter
 from mfload.io import buffers
 from mfload.mesh import jax_backend
@@ -100,10 +101,24 @@ class TestJaxLanding(DeviceMemoryConformance):
         known = jax_memory._slab_program.cache_info().misses
         first = told.copy()
         for allocator in ("framework", "mfload"):
-            self.look.load(path, allocator=allocator)
+            report = mfload.Report()
+            self.look.load(path, allocator=allocator, report=report)
+            assert not any("memory" in note for note in report.notes)
         assert jax_memory._slab_program.cache_info().misses == known
         assert first
         assert told == 2 * first  # Nothing for memory of ours.
+
+    def test_it_has_to_fit_in_xlas_pool(
+        self, ground: Ground, aligned: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whatever else the device has; only memory of ours lies beside the pool."""
+        monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
+        free = sum(len(row.raw) for row in aligned[1]) // 2
+        monkeypatch.setattr(ground.adapter, "pool", lambda _: base.Pool(free, "set less aside"))
+        for allocator in ("auto", "framework"):
+            with pytest.raises(errors.MemoryLimitError, match=r"memory that jax has.*set less"):
+                self.look.load(aligned[0], allocator=allocator)
+        self.look.assert_loaded(self.look.load(aligned[0], allocator="mfload"), aligned[1])
 
     def test_64_bits_stay_exact(self, ground: Ground) -> None:
         assert not jax.config.jax_enable_x64
