@@ -113,7 +113,6 @@ class DeviceWorker:
         try:
             slot, begun = self._cufile_ring.take(), time.perf_counter()
             start = self._cufile_readers.of(block.source).land(block, slot.buffer)
-            self._share.memory()
             if self._share.track is not None:
                 self._share.track.add("read", begun, block.nbytes, block.source)
         except errors.SourceChangedError:
@@ -126,6 +125,7 @@ class DeviceWorker:
             if slot is not None:
                 self._cufile_ring.give(slot)
             return False
+        self._share.memory()
         self._cufile_ring.hold(slot, self._copier.copy(block, slot.buffer, start), block)
         return True
 

@@ -293,7 +293,7 @@ class Session:
         if observer is not None:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
-        chosen = execute.reader_threads(self._direct, count, concurrency=concurrency)
+        chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
         if tries and self._direct:
             chosen = max(chosen, _MOST_TRIED)
         self.threads, self.used = options.threads or chosen, 0

@@ -280,7 +280,7 @@ class FakeDevice:
             span, device = _pinned.pop(array.ctypes.data, (None, None))
         if span is None or device is not self:
             self.misused("unpin of memory that this device did not pin")
-        elif self.queues.pending(span):
+        elif self.queues.drop(span):
             self.misused("unpin while queued work touches the memory")
 
     def stream(self) -> FakeStream:

@@ -34,7 +34,6 @@ from mfload.io import buffers, probes, route as routing
 from mfload.load_options import LoadOptions
 from mfload.loading import allocate, lazy
 from mfload.loading.session import Loader
-from mfload.planning import memory as limits
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
 from mfload.sources.local import OpenFile
@@ -156,33 +155,42 @@ def test_a_process_without_threads_keeps_nothing(monkeypatch: pytest.MonkeyPatch
     device.assert_clean()
 
 
-@pytest.mark.parametrize("given", [{"max_host_overhead": 1 << 20}, {"max_device_overhead": 1}])
+@pytest.mark.parametrize("first", [64 << 10, 1 << 20], ids=["small", "large"])
 def test_what_is_kept_counts_for_limits(
-    path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+    path: Path, monkeypatch: pytest.MonkeyPatch, first: int
 ) -> None:
     """A load that has a limit holds no more than that, whatever earlier loads left."""
-    device = FakeDevice()
-    land(monkeypatch, device)
-    with monkeypatch.context() as patch:
-        patch.setattr(limits, "_LEAST_SLOT", 1 << 20)
-        patch.setattr(staging, "SLOT", 1 << 20)
-        mfload.load(path, "numpy", options=mfload.Options(threads=4, engine="pread"))
-    before = buffers.live_bytes()
-    assert before > 1 << 20
-    buffers.peak_bytes(reset=True)
-    most = [0]
+    devices = [FakeDevice(name=f"fake:{n}") for n in range(2)]
+    for device in devices:
+        land(monkeypatch, device)
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "SLOT", first)
+            with mfload.open(path, "numpy", options=mfload.Options(threads=4)) as opened:
+                opened.get_tensors()
+    limit = 600_000
+    assert locked() > limit
+    most: list[int] = []
     real = Ring.take
 
     def take(self: Any) -> Any:
         slot = real(self)
-        most.append(buffers.live_bytes())
+        most.append(locked())
         return slot
 
     monkeypatch.setattr(Ring, "take", take)
-    mfload.load(path, "numpy", options=mfload.Options(threads=2, **given))
-    if "max_host_overhead" in given:
-        assert 0 < max(most) <= 1 << 20
-    device.assert_clean()
+    options = mfload.Options(threads=2, max_host_overhead=limit)
+    pins = devices[1].calls["pin"]
+    for _ in range(2):
+        samples.assert_same(mfload.load(path, "numpy", options=options), MODEL)
+        assert 0 < max(most) <= limit
+    assert devices[1].calls["pin"] - pins <= 2 * staging.DEPTH
+    for device in devices:
+        device.assert_clean()
+
+
+def locked() -> int:
+    """Bytes that are page-locked."""
+    return sum(span.end - span.start for span, _ in fake._pinned.values())
 
 
 def test_what_is_kept_gives_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
