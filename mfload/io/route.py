@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from mfload.io import buffers
-from mfload.runtime import NamedTuple
+from mfload.runtime import NamedTuple, local_processes
 from mfload.sources import check_engine
 from mfload.sources.base import Source
 
@@ -111,7 +111,8 @@ def _next_load(legs: list[Leg], wanted: Sequence[tuple[Source, int]], page_cache
         if leg.direct:
             engine = "pread" if keep else "direct"
             why_not = f"{leg.why}, {why}"
-            either = keep and page_cache == "auto"
+            # Processes of one machine share what they read through the page cache.
+            either = keep and page_cache == "auto" and local_processes() == 1
             leg = Leg(leg.file, engine, why_not, leg.cached, not keep, keep, either)
         made.append(leg)
     return made

@@ -114,8 +114,7 @@ def allocate(
     sources: Sequence[Source],
     adapter: Adapter,
     lent: Mapping[int, Lent],
-    there: Allocators = MappingProxyType({}),
-    allocator: str = "auto",
+    there: Allocators,
 ) -> list[Any]:
     """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
 

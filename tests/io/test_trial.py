@@ -384,3 +384,25 @@ def test_the_batches_of_a_stream_go_on_with_one_trial(
     assert _large(reads)[-1] is True
     assert "took over" in report.route[-1][2]
     assert len([note for note in report.notes if note.startswith("readers tried")]) == 1
+
+
+@pytest.mark.usefixtures("tried")
+def test_where_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "WORTH", 0.0)
+    path = _cold(tmp_path)
+    report = mfload.Report()
+    mfload.load(path, "numpy", report=report, options=mfload.Options(max_host_overhead="127MiB"))
+    assert not any("tried" in note for note in report.notes)
+    watch.drop_cache(path)
+    report, reads = mfload.Report(), watch.spy(monkeypatch)
+    with mfload.open(path) as opened:
+        lazy = opened.get_slice("a")[:]
+    assert samples.same(lazy, LARGE)
+    # Other processes of the machine find in the page cache what this one reads.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(execute, "share_of_cores", lambda: 4)
+    watch.drop_cache(path)
+    reads.clear()
+    mfload.load(path, "numpy", report=report)
+    assert not any(_large(reads))
+    assert any("tried" in note for note in report.notes)
