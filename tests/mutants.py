@@ -35,7 +35,7 @@ _FIRST = ("staging", "overlap", "kits", "cupy_stub", "cupy_loads", "faults", "lo
 _CUDA = (*(f"tests/devices/test_{name}.py" for name in _FIRST), *_DEVICES)
 # What adapters do with memory of their frameworks.
 _MEMORY = ("_copy", "_current", "_write", "allocate", "allocating", "empty", "follow", "reserve",
-           "slab")  # fmt: skip
+           "slabs")  # fmt: skip
 # A module, the functions of it that are looked at (all, if none is named), and its suites.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     **{f"mfload/cuda/{name}.py": ((), _CUDA)
@@ -48,8 +48,9 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (), ("tests/frameworks/test_torch_pool.py", "tests/frameworks/test_torch_into.py")),
     "mfload/frameworks/torch_adapter.py": (
         _MEMORY, ("tests/frameworks/test_torch_pool.py", "tests/frameworks/test_torch.py")),
-    "mfload/frameworks/jax_memory.py": (_MEMORY, ("tests/frameworks/test_jax_landing.py",)),
-    "mfload/peer/cuda_ipc.py": ((), ("tests/peer/test_peer_cuda_ipc.py",)),
+    "mfload/frameworks/jax_memory.py": (
+        _MEMORY, ("tests/frameworks/test_jax_waits.py", "tests/frameworks/test_jax_landing.py")),
+    "mfload/peer/cuda_ipc.py": ((), ("tests/peer/test_peer_cuda_waits.py", "tests/peer/test_peer_cuda_ipc.py")),
 }  # fmt: skip
 
 
@@ -106,7 +107,7 @@ class _Finder(ast.NodeVisitor):
                     self._add(
                         "outside of", item.context_expr, "__import__('contextlib').nullcontext()"
                     )
-        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        elif isinstance(node, ast.keyword) and getattr(node.value, "value", None) is True:
             self._add("without", node, "**{}")
         if isinstance(node, ast.Assign) and len(self._inside) == 1:
             parts = [each for each in ast.walk(node.value) if isinstance(each, ast.expr)]
