@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from devices.queues import Mark, Mode, Queue, Queues, Span
 
+from mfload.cuda.staging import KITS
+
 _NAMES = {1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 101: "cudaErrorInvalidDevice",
           400: "cudaErrorInvalidResourceHandle", 712: "cudaErrorHostMemoryAlreadyRegistered",
           713: "cudaErrorHostMemoryNotRegistered", 719: "cudaErrorLaunchFailure",
@@ -146,6 +148,7 @@ class Machine:
         return queue
 
     def assert_clean(self) -> None:
+        KITS.give_back()
         if any(self._left().values()):  # A look at all objects takes as long as many a test.
             gc.collect()
         assert not self.misuse, self.misuse
