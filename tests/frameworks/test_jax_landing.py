@@ -173,6 +173,23 @@ class TestJaxLanding(DeviceMemoryConformance):
         self.check(rows, arrays[:3])
         self.check(rows[:2], arrays[3:])
 
+    @pytest.mark.parametrize(
+        "what", ["disable_jit", "debug_nans", "check_tracer_leaks", "enable_x64"]
+    )
+    def test_what_users_set_is_no_matter(self, what: str) -> None:
+        before = getattr(jax.config, f"jax_{what}")
+        land = FakeDevice()
+        jax_memory._slab_program.cache_clear()
+        jax.config.update(f"jax_{what}", True)
+        try:
+            assert jax_memory.fillable(cpu(0), land)
+            (array,) = wrapped(
+                Ground(self.adapter(land), land), material.aligned(("I64",)), own=False
+            )
+            self.check(material.aligned(("I64",)), [array])
+        finally:
+            jax.config.update(f"jax_{what}", before)
+
     def test_what_is_said_of_device_memory(self) -> None:
         land = FakeDevice(place=(2, 1))
         for place, buffer in (((2, 1), land.allocate(64)), ((1, 3), buffers.allocate(64))):
