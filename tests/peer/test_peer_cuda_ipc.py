@@ -755,3 +755,43 @@ def test_the_command(
     offered = ("cuda_ipc", "http") if transports is None else (transports,)
     engines = {"cuda_ipc": "peer-cuda_ipc", "http": "pinned"}
     assert routes == [engines[n] if n in offered else None for n in ("cuda_ipc", "http")]
+
+
+def test_plans_and_streams(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan says that nothing is read or held; a stream has arrays in the seed's memory, too."""
+    arrays = _arrays()
+    rows = _devices(arrays)
+    there = _addresses(rows)
+    _land(monkeypatch)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        plan = mfload.plan(seed.url, "numpy", options=IPC)
+        assert plan.read_bytes == plan.copied_bytes == plan.device_overhead_bytes == 0
+        assert plan.plan.mapped_bytes == sum(each.nbytes for each in arrays.values())
+        assert "arrays lie in its memory" in plan.route[0].why
+        del plan
+        found = dict(mfload.stream(seed.url, "numpy", options=IPC))
+        assert {name: each.ctypes.data for name, each in found.items()} == there
+        _same(found, arrays)
+        assert not _host_calls(machine)
+        del found
+
+
+def test_weights_that_change_while_they_are_taken(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All or nothing, as of every seed."""
+    arrays = _arrays()
+    _land(monkeypatch)
+    for copy in (False, True):
+        with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+            real = cuda_ipc.CudaIpcWay.open
+
+            def opened(way: Any, seed: Any = seed, real: Any = real) -> None:
+                real(way)
+                seed.update(_devices(arrays))
+
+            monkeypatch.setattr(cuda_ipc.CudaIpcWay, "open", opened)
+            options = Options(peer=PeerOptions(transports=("cuda_ipc",), copy=copy))
+            with pytest.raises(errors.SourceChangedError):
+                mfload.load(seed.url, "numpy", options=options)
+            monkeypatch.setattr(cuda_ipc.CudaIpcWay, "open", real)
