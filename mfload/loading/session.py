@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from mfload.io.trial import Trial
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
+    from mfload.planning.plan import Place
     from mfload.report import Report
     from mfload.timeline import Recorder
 
@@ -386,6 +387,13 @@ class Session:
             made += parts
             owners += [position] * len(parts)
         return made, owners
+
+    def by_request(self, places: Sequence[Place]) -> list[list[Place]]:
+        """The places of a plan of all, for each request as it was before it was split."""
+        made: list[list[Place]] = [[] for _ in self._whole]
+        for place, owner in zip(places, self._owners, strict=True):
+            made[owner].append(place)
+        return made
 
     def results(self, arrays: Mapping[int, Any] | Sequence[Any]) -> Sequence[Any]:
         """What a user gets for each request, from the arrays by their position in `requests`."""

@@ -44,7 +44,8 @@ _PRICE = 0.2
 # the loopback.
 _REMOTE = 2
 _WORTH = 1.1  # An exchange must save a tenth of what is read.
-_NARROWEST = 4096  # Bytes of a row.
+_NARROWEST = 4096  # Bytes of a row,
+_DEVICE_ROW = 16 << 20  # and at most between devices, where it passes through no cache.
 _BETWEEN = "; bytes travel between devices"
 _OUT_OF_STEP = "an exchange broke off before, so that the collectives are out of step"
 
@@ -376,6 +377,8 @@ def exchanged(
     limit = (OVERHEAD if given is None else given) // 2
     transport = _transport(backend)
     widest, held = transport.width, transport.held * len(requests)
+    if between(backend) and not by_host:
+        widest = max(widest, _DEVICE_ROW)
     width = min(widest, 2 * widest // len(requests), limit // held)  # The rest is for readers.
     width = max(_NARROWEST, 1 << max(0, width.bit_length() - 1))
     if held * width > limit:

@@ -257,7 +257,8 @@ def load(
 
             kept = pread.read_ahead(list(cold.values()))
             try:
-                given = made, group, link, read, plan.places, memory, advance
+                places = session.by_request(plan.places)
+                given = made, group, link, read, places, memory, advance
                 track = session.recorder and session.recorder.exchanges()
                 run(*given, ahead if cold else None, track)
             finally:
@@ -289,7 +290,7 @@ def run(
     group: ProcessGroup,
     link: Link,
     read: Callable[[Sequence[Request], Sequence[tuple[int, int]], list[Any]], None],
-    places: Sequence[Place],
+    places: Sequence[Sequence[Place]],
     memory: list[Any],
     advance: execute.Advance | None,
     ahead: Callable[[Sequence[Request]], None] | None = None,
@@ -297,6 +298,7 @@ def run(
 ) -> None:
     """Fills the results of this process; `read` reads requests to places, (buffer, first byte).
 
+    `places` has those of each request, one for each device that it is for.
     `ahead` is told of requests some rounds before they are read. `track` records what travels.
 
     A process that fails keeps taking part until it has said so in the header of its rows. Then all
@@ -311,7 +313,8 @@ def run(
     seen = [link.view(each) for each in memory]
 
     def spots(parcel: Parcel) -> list[tuple[int, int]]:
-        return [(places[n].buffer, places[n].at + parcel.at) for n in parcel.target.numbers]
+        every = (place for n in parcel.target.numbers for place in places[n])
+        return [(place.buffer, place.at + parcel.at) for place in every]
 
     def wanted(parcels: Sequence[Parcel]) -> tuple[list[Request], list[tuple[int, int]]]:
         requests, given = list[Request](), list[tuple[int, int]]()

@@ -292,7 +292,7 @@ class TestRun:
             memory: list[Any] = [np.zeros(nbytes, np.uint8) for nbytes in sizes]
             if kind is stores.LinkOfDevices:
                 memory = [link.result(n, nbytes) for n, nbytes in enumerate(sizes)]
-            places = [Place(r, n, 0) for n, r in enumerate(requests[rank])]
+            places = [[Place(r, n, 0)] for n, r in enumerate(requests[rank])]
             come: list[int] = []
             redistribute.run(schedule, group, link, read(rank), places, memory, come.append)
             every = {(r.info.name, r.dtype.name, box_of(r)): r for r in requests[rank]}
@@ -372,7 +372,7 @@ class TestRun:
             group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
             link: Any = stores.MemoryLink(rank, [0, 1], 4096, swaps)
             memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
-            places = [Place(request, n, 0) for n, request in enumerate(requests[rank])]
+            places = [[Place(request, n, 0)] for n, request in enumerate(requests[rank])]
             try:
                 if rank == 1 and not pressed:
                     raise errors.MemoryLimitError("no memory")
@@ -399,7 +399,7 @@ class TestRun:
         group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
         group.enter = lambda what: None
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
-        places = [Place(request, n, 0) for n, request in enumerate(requests[1])]
+        places = [[Place(request, n, 0)] for n, request in enumerate(requests[1])]
         link: Any = Late(1, [0, 1], 4096, swaps)
         schedule = redistribute.schedule(requests, 4096)
         with pytest.raises(errors.ReadError, match="the disk is gone"):
