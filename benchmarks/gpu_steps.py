@@ -87,11 +87,9 @@ def _ring(device: str, cores: int) -> list[Step]:
     plain = Way(frameworks(device)[0], again=1)
     ways = [plain, *(plain._replace(threads=n) for n in _counts(cores, 6, 8, 10, 12, 16))]
     if device != HOST:
-        ways += [plain._replace(slot=mib) for mib in (2, 4, 8)]
+        ways += [plain._replace(slot=mib) for mib in (2, 4, 8, 16)]
         ways += [*(plain._replace(depth=n) for n in (2, 3)), plain._replace(kept=0)]
-        ways += [
-            plain._replace(threads=n, slot=mib) for n in _counts(cores, 12, 16) for mib in (2, 4)
-        ]
+        ways += [plain._replace(threads=n, slot=8) for n in _counts(cores, 8, 16)]
     ceilings = [PEAK, *map(cached, _counts(cores, 8, 12, 16))]
     return [Step(2, RING, [[*ceilings, *(way.name for way in ways)]], 3, fresh=False)]
 
