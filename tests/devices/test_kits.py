@@ -133,6 +133,19 @@ def test_what_is_idle_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     device.assert_clean()
 
 
+def test_each_load_says_that_its_slots_are_not_locked(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(fail={"pin": 1})
+    land(monkeypatch, device)
+    for _ in range(2):
+        report = mfload.Report()
+        mfload.load(path, "numpy", options=mfload.Options(threads=1), report=report)
+        assert "from pageable memory" in str(report)
+    assert device.calls["pin"] <= staging.DEPTH
+    device.assert_clean()
+
+
 def test_what_is_in_use_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "IDLE", 0.05)
     device = FakeDevice()
