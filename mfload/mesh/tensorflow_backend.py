@@ -273,6 +273,7 @@ def _all_to_all(ranks: tuple[int, ...], device: str, view: View) -> Any:
             input=tf.experimental.dlpack.from_dlpack(capsule(view)),
             group_size=len(ranks),
             group_key=zlib.crc32(f"mfload {ranks} {kind}".encode()) >> 1,
-            instance_key=4 * view.shape[1],  # TensorFlow keeps a shape with each.
+            # TensorFlow keeps a shape and a type with each.
+            instance_key=4 * view.shape[1] + (view.dtype is TABLE["F32"]),
             ordering_token=[],
         )
