@@ -188,7 +188,8 @@ class Run:
 
     def _noted(self, outcome: Outcome) -> None:
         self._results.run["trials"].append(outcome)
-        print(f"  {outcome['status']:7} {outcome['name']:34} {outcome['said'][:150]}", flush=True)
+        said = outcome["said"][: 600 if gpu_trials.failed([outcome]) else 150]
+        print(f"  {outcome['status']:7} {outcome['name']:34} {said}", flush=True)
         self._write()
 
     def _written(self, name: str, about: dict[str, Any]) -> None:

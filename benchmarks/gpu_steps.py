@@ -103,12 +103,14 @@ def _loads(device: str, cores: int) -> list[Step]:
     groups = [[way.name, way._replace(again=1).name] for way in ways]
     # The plainest first, so that there is something to compare when the time is up.
     first = [group for group, way in zip(groups, ways, strict=True) if way.allocator == "auto"]
+    rest = [group for group in groups if group not in first]
+    first += [[Way(framework, again=0).name] for framework in frameworks(device)]
     ceilings = [[PEAK], [cached(_counts(cores, 8, 4, 2)[0])]]
     return [
         Step(3, WARM, [*ceilings, *first], 2),
-        Step(3, WARM, [*ceilings, *groups], 3),
+        Step(3, WARM, [*ceilings, *first, *rest], 3),
         Step(3, MANY, [[PEAK], *first], 2, "many"),
-        Step(3, WARM, [*ceilings, *groups], 7),
+        Step(3, WARM, [*ceilings, *first, *rest], 7),
         Step(3, MANY, [[PEAK], *first], 7, "many"),
     ]
 

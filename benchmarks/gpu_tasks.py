@@ -37,7 +37,8 @@ class Way(NamedTuple):
         kept: Bytes of slots that the process keeps for its next load, likewise.
         cache: What becomes of the page cache, likewise.
         served: From a seed that holds the checkpoint on the device: "mapped" or "copied".
-        again: 1 where the process has loaded the same before, off the clock.
+        again: 1 where the process has loaded the same before, off the clock; 0 where it has loaded
+            nothing, not even a tiny checkpoint.
     """
 
     framework: str
@@ -69,7 +70,8 @@ class Way(NamedTuple):
         parts += ["slots not kept"] if self.kept == 0 else []
         parts += [] if self.cache is None else [f"page cache {self.cache}"]
         parts += [] if self.served is None else [f"{self.served} from a seed on the device"]
-        parts += ["next load of the process"] if self.again else []
+        whens = {0: ["first load of the process"], 1: ["next load of the process"], None: []}
+        parts += whens[self.again]
         return ", ".join(parts)
 
 
@@ -177,6 +179,7 @@ class _Loading:
         self._framework = framework(name)
         self._given = {} if self._ours is None else _given(self._ours, device)
         self._summed = True
+        self._begun = self._ours is None or self._ours.again != 0
 
     def prepare(self, job: Job) -> None:
         """Loads once, off the clock, where it is the next load that counts."""
@@ -188,6 +191,10 @@ class _Loading:
 
     def run(self, job: Job) -> _Made:
         """Load, until the arrays can be used."""
+        if not self._begun:  # In place of the tiny checkpoint.
+            self._begun = True
+            gpu_memory.begin(self._framework, self._device)
+            return {}, None, None
         if self._ours is None:
             arrays, keep = PEERS[self._name].load(job["files"], self._device)
             report = None
