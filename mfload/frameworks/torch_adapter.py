@@ -74,7 +74,7 @@ class TorchAdapter(base.Adapter):
     """Tensors on the `torch.device` of `place` (see `base.Adapter`)."""
 
     name = "torch"
-    slices_are_views = counts_items = allocates = True
+    slices_are_views = counts_items = allocates = unifies = True
     alone = (1 << 20) + 1  # What torch takes from blocks of 2 MiB is not worth its call.
     forms = base.forms({name: str(kind).removeprefix("torch.") for name, kind in _OWN.items()})
 
