@@ -124,15 +124,18 @@ def test_a_load_that_does_not_fit_in_the_host(path: Path, monkeypatch: pytest.Mo
 def test_the_page_cache_keeps_no_second_copy(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "cached_share", lambda *_: 0.0)
     monkeypatch.setattr(probes, "memory_room", lambda *_, **__: (1 << 40, "available memory"))
-    for unified, kept, engine in [
-        (False, "auto", "pread"), (True, "auto", "direct"), (True, "keep", "pread")
-    ]:  # fmt: skip
-        device = FakeDevice(unified=unified)
-        arrays.take(monkeypatch, _adapter(device))
-        plan = mfload.plan(path, "torch", options=mfload.Options(page_cache=kept))
-        (leg,) = plan.route
-        assert leg.engine == ("pinned" if not unified else engine)
-        assert leg.direct == (engine == "direct")
+    ways: list[tuple[bool, Any, Any, str, bool]] = [
+        (False, "auto", "auto", "pinned", False),
+        (True, "auto", "auto", "direct", True),
+        (True, "keep", "auto", "pread", False),
+        (True, "auto", "framework", "pinned", True),
+        (True, "keep", "framework", "pinned", False),
+    ]
+    for unified, kept, allocator, engine, direct in ways:
+        arrays.take(monkeypatch, _adapter(FakeDevice(unified=unified)))
+        options = mfload.Options(page_cache=kept, allocator=allocator)
+        (leg,) = mfload.plan(path, "torch", options=options).route
+        assert (leg.engine, leg.direct) == (engine, direct)
     assert path.stat().st_size >= route.SMALL
 
 
@@ -171,7 +174,7 @@ def test_it_is_freed_behind_all_work(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("framework", ["cupy", "torch"])
 def test_memory_of_the_host_on_a_gpu(
-    path: Path, monkeypatch: pytest.MonkeyPatch, framework: str
+    path: Path, monkeypatch: pytest.MonkeyPatch, framework: Any
 ) -> None:
     """Any GPU works on it, if slowly."""
     if reason := no_gpu():
@@ -183,11 +186,11 @@ def test_memory_of_the_host_on_a_gpu(
     report = mfload.Report()
     found = mfload.load(path, framework, device="cuda:0", report=report)
     assert any("cuda:0 and the host share" in note for note in report.notes)
-    for name, each in found.items():
-        back = each.get() if framework == "cupy" else each.cpu().numpy()
-        assert back.tobytes() == WANTED[name].tobytes(), name
+    for name, wanted in WANTED.items():
+        back = found[name].get() if framework == "cupy" else found[name].cpu().numpy()
+        assert back.tobytes() == wanted.tobytes(), name
     total = int((found["large"][: 1 << 20] + 0).sum())
     assert total == int(WANTED["large"][: 1 << 20].sum(dtype="u8"))
-    del found, each
+    del found
     gc.collect()
     assert mfload.live_bytes() == 0
