@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -343,6 +344,20 @@ class TestPrograms:
         assert jax_memory._slab_program.cache_info().misses == 2
         assert len({each.unsafe_buffer_pointer() for each in slabs}) == 4
         assert {each.dtype for each in slabs} == {np.dtype(np.uint8)}
+
+    def test_slabs_are_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until then, what ran before may still use their memory."""
+        waited: list[Any] = []
+
+        class Late:
+            def block_until_ready(self) -> None:
+                waited.append(self)
+
+        program: Future[Any] = Future()
+        program.set_result(Late)
+        monkeypatch.setattr(jax_memory, "begin_slab", lambda *_: program)
+        assert jax_memory.slabs(cpu(0), [1, 2, 3]) == waited
+        assert len(waited) == 3
 
     def test_it_is_compiled_beside_the_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         free, threads = threading.Event(), set[int]()
