@@ -93,3 +93,34 @@ def test_devices_copy_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert clock.now <= BLOCKS / 2 + 4
     for device in devices:
         device.assert_clean()
+
+
+def test_memory_is_allocated_while_slots_fill(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such that it costs nothing, if no more than the first reads take; nor does a second load."""
+    took: list[float] = []
+    for allocation in (0.0, 6.0):
+        with monkeypatch.context() as patch:
+            clock = Clock(4)
+            slow_reads(patch, clock, 8)
+            device = TimedDevice(clock, 2 * BLOCK, allocation=allocation)
+            arrays.take(patch, arrays.Arrays(device))
+            load(path, threads=4)
+            took.append(clock.now)
+            assert not clock.stuck
+        device.assert_clean()
+    assert took[1] <= took[0] + 1
+
+
+def test_the_next_load_has_slots(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(4)
+    slow_reads(monkeypatch, clock, 1)
+    device = TimedDevice(clock, 16 * BLOCK, locks=BLOCK / 4)
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    took: list[float] = []
+    for _ in range(2):
+        begun = clock.now
+        load(path, threads=4)
+        took.append(clock.now - begun)
+    assert took[1] <= BLOCKS / 4 + 2
+    assert took[0] >= took[1] + 2 * 4 - 2  # Two slots of each reader were locked.
+    device.assert_clean()
