@@ -190,12 +190,6 @@ class Adapter:
         del sizes
         return functools.partial(self.allocate, number)
 
-    def reserve(self, number: int, nbytes: int) -> None:
-        """Prepares for the next calls of `allocate` for that device, which take so much together.
-
-        An allocator that asks its driver for memory may ask once for all. Default: does nothing.
-        """
-
     def allocating(self) -> AbstractContextManager[object]:
         """What `allocate` is called in; at its end, nothing that ran before uses the memory.
 

@@ -86,9 +86,6 @@ class SeveralAdapter(Adapter):
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._owners[self.devices[number]].allocate(0, nbytes)
 
-    def reserve(self, number: int, nbytes: int) -> None:
-        self._owners[self.devices[number]].reserve(0, nbytes)
-
     def allocating(self) -> AbstractContextManager[object]:
         return _all([part.allocating() for part in self._parts])
 
@@ -180,9 +177,6 @@ class InPlaceAdapter(Adapter):
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._new.allocate(number, nbytes)
-
-    def reserve(self, number: int, nbytes: int) -> None:
-        self._new.reserve(number, nbytes)
 
     def allocating(self) -> AbstractContextManager[object]:
         return self._new.allocating()

@@ -11,7 +11,7 @@ from mfload import errors
 from mfload.dlpack import array_at
 from mfload.frameworks.base import Adapter, Lent
 from mfload.io import buffers
-from mfload.planning.layout import DEVICE_BUFFER, BufferSpec
+from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan
 from mfload.sources.base import Source
 
@@ -25,7 +25,6 @@ Allocators = Mapping[int, "Callable[[int], DeviceBuffer]"]
 _WORTH_LOOKING = 64 << 10
 # For less, files of the system are not read: they take some 0.1 ms.
 _WORTH_ASKING = 16 << 20
-_ROUNDED = 512  # Bytes to which allocators of frameworks round on a device.
 
 
 def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> int:
@@ -129,9 +128,8 @@ def allocate(
     """
     if allocator == "mfload" or not there:
         return _allocate(plan, sources, adapter, lent, there)
-    together = _together(plan, lent) if adapter.alone is not None else {}
     with adapter.allocating():
-        return _allocate(plan, sources, adapter, lent, there, together)
+        return _allocate(plan, sources, adapter, lent, there)
 
 
 def _allocate(
@@ -140,7 +138,6 @@ def _allocate(
     adapter: Adapter,
     lent: Mapping[int, Lent],
     there: Allocators,
-    together: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Any]:
     memory: list[Any] = []
     ranges: dict[int, list[tuple[int, int]]] = {}
@@ -155,8 +152,6 @@ def _allocate(
             memory.append(buffers.allocate(nbytes))
         else:
             try:
-                if number in together:
-                    adapter.reserve(device, together[number])
                 memory.append(there[device](nbytes))
             except errors.MfloadError as error:
                 inside = (p.request.info.name for p in plan.places if p.buffer == number)
@@ -185,20 +180,6 @@ def share(plan: Plan, memory: list[Any], adapter: Adapter) -> list[str]:
             return [f"copied to {device.name}, which shares the memory of the host: {error}"]
         nbytes += spec.nbytes
     return [f"read into memory that {device.name} and the host share: {nbytes} bytes"][: nbytes > 0]
-
-
-def _together(plan: Plan, lent: Mapping[int, Lent]) -> dict[int, int]:
-    """Bytes of the buffers of a device that follow each other, by the number of the first."""
-    groups: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for number, (nbytes, _, device) in enumerate(plan.buffers):
-        if device is None or number in lent:
-            continue
-        size, start = -(-nbytes // _ROUNDED) * _ROUNDED, first.get(device)
-        if start is None or groups[start] + size > DEVICE_BUFFER:
-            start = first[device] = number
-        groups[start] = groups.get(start, 0) + size
-    return groups
 
 
 def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:

@@ -31,6 +31,8 @@ from mfload.frameworks import torch_adapter
 from mfload.frameworks.base import Adapter
 from mfload.io import convert
 
+MIB = 1 << 20
+
 
 class TestTorch(WritableConformance):
     framework = "torch"
@@ -155,12 +157,9 @@ class TestTorchLanding(DeviceMemoryConformance):
         assert [each.nbytes for each in held] == [100, 0]
         assert held[1].address == held[1].owner.data_ptr() != 0
         assert memory.live_bytes() == 0
-        adapter.reserve(0, 1 << 20)
-        assert asked.pop() is gpu
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with adapter.allocating():
-            adapter.reserve(0, 1 << 20)
-            own = adapter.allocate(0, 100)
+            own = adapter.allocator(0, [100])(100)
         assert asked == [3, gpu, gpu, "wait", gpu, gpu]
         assert memory.live_bytes() == own.nbytes
         del own
@@ -191,9 +190,31 @@ class TestTorchLanding(DeviceMemoryConformance):
         monkeypatch.setattr(torch, "empty", empty)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         adapter = torch_adapter.TorchAdapter(SimpleNamespace(type="cuda"), FakeDevice())
-        adapter.reserve(0, 7 << 30)
         with pytest.raises(errors.MemoryLimitError, match="torch has no room"):
-            adapter.allocate(0, 7 << 30)
+            adapter.allocator(0, [7 << 30])(7 << 30)
+
+    def test_what_is_taken_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A block for what follows is given back at once, so that torch cuts that out of it."""
+        taken: list[int] = []
+        made = torch.empty
+
+        def empty(shape: Any, *, dtype: Any, device: Any) -> Any:
+            taken.append(shape if isinstance(shape, int) else -shape[0])
+            if shape == 4 * MIB:
+                raise torch.cuda.OutOfMemoryError("as there is no such block")
+            return made(1, dtype=dtype)
+
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        adapter = torch_adapter.TorchAdapter(SimpleNamespace(type="cuda"), FakeDevice())
+        sizes = [100 * MIB, 155 * MIB, MIB - 1, 255 * MIB, 300 * MIB, 4 * MIB]
+        allocate = adapter.allocator(0, sizes)
+        held = [allocate(nbytes) for nbytes in sizes]
+        assert [each.nbytes for each in held] == sizes
+        assert taken == [
+            256 * MIB, -100 * MIB, -155 * MIB, 1 - MIB, 255 * MIB, -255 * MIB, 300 * MIB,
+            -300 * MIB, 4 * MIB, -4 * MIB,
+        ]  # fmt: skip
 
     def model(self, tmp_path: Any) -> tuple[Any, dict[str, Any]]:
         numbers = {f"{n}.{kind}": np.arange(size, dtype=np.float32) + n for n in range(4)
