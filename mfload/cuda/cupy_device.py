@@ -14,11 +14,13 @@ from typing import Any
 from mfload import errors
 from mfload.cuda.device import CUDA, Device, MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
+from mfload.io import probes
 from mfload.planning.layout import DEVICE_ALIGNMENT
 
 # From the headers of the driver and the runtime; CuPy has no names for them.
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
-_PORTABLE = 1  # cudaHostRegisterPortable: for all devices, not this one alone.
+# cudaHostRegisterPortable, for all devices and not this one alone, and cudaHostRegisterMapped.
+_LOCKED = 1 | 2
 _OUT_OF_MEMORY = 2
 NOT_INITIALISED = 3  # What a forked process gets.
 # CUDA keeps it as the last error of its runtime; CuPy has a runtime of its own, so it is not seen.
@@ -53,6 +55,12 @@ class CupyDevice:
         self.pci: str | None = str(self.ask("deviceGetPCIBusId", number)).lower()
         limit = self.runtime.cudaDevAttrMaxPitch
         self.longest_pitch: int = self.ask("deviceGetAttribute", limit, number)
+        # Not those that have memory of their own beside the host's, such as a GH200: there it lies
+        # nearer, and managed memory would not stay in it.
+        kind = self.runtime.cudaDevAttrIntegrated
+        self._integrated = bool(self.ask("deviceGetAttribute", kind, number))
+        kind = self.runtime.cudaDevAttrCanUseHostPointerForRegisteredMem
+        self.unified = self._integrated and bool(self.ask("deviceGetAttribute", kind, number))
         self._reached: dict[str, bool] = {self.name: True}
 
     def reaches(self, other: Device) -> bool:
@@ -71,14 +79,17 @@ class CupyDevice:
         return False
 
     def memory_info(self) -> MemoryInfo:
-        return MemoryInfo(*self.ask("memGetInfo"))
+        free, total = self.ask("memGetInfo")
+        room = probes.memory_room(swap=False) if self._integrated else None
+        # CUDA does not count what the page cache would give back.
+        return MemoryInfo(free if room is None else min(total, room[0]), total)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
         memory = _Memory(self, nbytes)
         return DeviceBuffer(self, memory.address, nbytes, memory)
 
     def pin(self, array: Any) -> None:
-        self.ask("hostRegister", array.ctypes.data, array.nbytes, _PORTABLE)
+        self.ask("hostRegister", array.ctypes.data, array.nbytes, _LOCKED)
 
     def unpin(self, array: Any) -> None:
         with suppress(errors.MfloadError):

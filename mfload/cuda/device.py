@@ -92,12 +92,14 @@ class Device(Protocol):
     """One device. Every call but `unpin` raises DeviceError if the device refuses.
 
     `place` is DLPack's (device type, number) of its memory, and `pci` its address on the PCI bus as
-    sysfs writes it ("0000:3b:00.0"), if it has one.
+    sysfs writes it ("0000:3b:00.0"), if it has one. If it is `unified`, its memory is that of the
+    host, and it works on what `pin` has page-locked as on its own.
     """
 
     name: str
     place: tuple[int, int]
     pci: str | None
+    unified: bool
 
     def current(self) -> AbstractContextManager[None]:
         """Makes it the calling thread's device inside a `with`, and restores what was before."""

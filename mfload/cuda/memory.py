@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from typing import Any
 
 from mfload import errors
@@ -39,6 +41,35 @@ class DeviceBuffer:
 
     def __repr__(self) -> str:
         return f"<{errors.amount(self.nbytes)} on {self.device.name} at {self.address:#x}>"
+
+
+class Shared:
+    """Owner of a buffer of the host that a unified device uses: page-locked as long as it lives.
+
+    Raises MemoryLimitError if the driver refuses to lock it.
+    """
+
+    __slots__ = ("_device", "_guard", "_memory", "_process")
+
+    def __init__(self, device: Any, memory: Any) -> None:
+        self._device, self._memory, self._process = device, memory, 0
+        # To free memory of the device waits for all that runs there, and so for what uses this.
+        self._guard = device.allocate(0)
+        buffers.never_forked(memory)
+        device.pin(memory)
+        self._process = os.getpid()
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # Modules may be gone when the interpreter ends.
+            del self._guard
+            if self._process == os.getpid():  # A child has none of it.
+                self._device.unpin(self._memory)
+
+
+def share(device: Any, memory: Any) -> DeviceBuffer:
+    """A whole buffer of the host as one of a unified device; the host's bytes count as before."""
+    owner = Shared(device, memory)
+    return DeviceBuffer(device, memory.ctypes.data, memory.nbytes, owner, own=False)
 
 
 def live_bytes() -> int:

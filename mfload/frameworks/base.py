@@ -15,7 +15,7 @@ from mfload import dtypes, errors
 from mfload.dlpack import View, array_at
 from mfload.dtypes import DType
 from mfload.load_options import LoadOptions
-from mfload.planning.request import Allocation, Owner, Request
+from mfload.planning.request import HOST, Allocation, Owner, Request
 from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
@@ -97,6 +97,8 @@ class Adapter:
         alone: Bytes from which on a tensor has a buffer of its own from `allocate`. Default: all
             tensors share buffers.
         devices: Those in whose memory results land; an `Allocation` names them by number.
+        unified: Whether the one device is, so that what lands in buffers of the host is there.
+        unifies: Whether arrays lie there, and not in memory of the framework, by default.
         notes: Remarks for the user, such as why nothing lands on the device.
     """
 
@@ -106,7 +108,7 @@ class Adapter:
     readonly_maps = False
     slices_are_views = counts_items = False
     on_host = True
-    lends_held = allocates = False
+    lends_held = allocates = unified = unifies = False
     alone: int | None = None
 
     def __init__(
@@ -114,6 +116,7 @@ class Adapter:
     ) -> None:
         self.place = place
         self.devices: Sequence[Device] = () if device is None else (device,)
+        self.unified = device is not None and device.unified
         self.notes = notes
 
     def take_traits(self, other: Adapter) -> None:
@@ -133,11 +136,19 @@ class Adapter:
     def allocation(self, request: Request, options: LoadOptions) -> Allocation:
         """Where a request lands; it depends on its dtype and its devices alone."""
         copied = self.forms[request.dtype.name].how == "copy"
+        if self.unified and not copied and self._shares(options):
+            return HOST
         if self.devices and not options.by_host and options.engine != "mmap":
             return Allocation(0, "mfload" if copied else self.owner(options.allocator), copied)
         copied = copied or not self.on_host
         lent = options.allocator == "framework" and not copied
         return Allocation(None, "framework" if lent else "mfload", copied)
+
+    def _shares(self, options: LoadOptions) -> bool:
+        """Whether results land in buffers of the host, which a unified device uses as well."""
+        unasked = options.allocator == "auto" and self.unifies
+        ours = (unasked or options.allocator == "mfload") and self.owner("mfload") == "mfload"
+        return ours and options.engine in ("auto", "pread", "direct")
 
     def owner(self, allocator: str) -> Owner:
         """Whose memory arrays lie in on the device, for a value of `Options.allocator`."""

@@ -29,7 +29,7 @@ class CupyAdapter(base.Adapter):
 
     name = "cupy"
     on_host = False
-    allocates = True
+    allocates = unifies = True
     forms = TRAITS["cupy"].forms()
 
     def __init__(self, cupy: Any, number: int, device: Device) -> None:

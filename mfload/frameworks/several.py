@@ -35,6 +35,8 @@ class SeveralAdapter(Adapter):
         super().__init__(notes=tuple(dict.fromkeys(note for part in parts for note in part.notes)))
         self._parts, self._choose = parts, choose
         self.take_traits(parts[0])
+        for part in parts:
+            part.unified = False  # Buffers of the host may serve several of them.
         self.on_host = all(part.on_host for part in parts)
         # What two parts have in common is one device, with one set of buffers.
         self._owners = {device: part for part in parts for device in part.devices}
@@ -141,6 +143,7 @@ class InPlaceAdapter(Adapter):
         super().__init__(new.place, None, new.notes)
         self._new, self._memory, self.lent = new, memory, False
         self.take_traits(new)
+        new.unified = False  # Places on its device are filled through slots.
         there = (each.device for each in memory.values() if not isinstance(each, np.ndarray))
         self.devices = list(dict.fromkeys([*new.devices, *there]))
 

@@ -74,7 +74,7 @@ class TorchAdapter(base.Adapter):
     """Tensors on the `torch.device` of `place` (see `base.Adapter`)."""
 
     name = "torch"
-    slices_are_views = counts_items = allocates = True
+    slices_are_views = counts_items = allocates = unifies = True
     alone = (1 << 20) + 1  # What torch takes from blocks of 2 MiB is not worth its call.
     forms = base.forms({name: str(kind).removeprefix("torch.") for name, kind in _OWN.items()})
 
@@ -95,19 +95,20 @@ class TorchAdapter(base.Adapter):
         return _over(view) if lent else _tensor(view)
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        if self.place.type != "cuda":
+            return super().allocator(number, sizes)
         together = torch_memory.together(sizes)
 
         def allocate(nbytes: int) -> DeviceBuffer:
             reserved = next(together)
-            if self.place.type == "cuda":
-                # Memory that is allocated into a graph is written to whenever it runs.
-                if torch.cuda.is_current_stream_capturing():
-                    return self.devices[number].allocate(nbytes)
-                # Torch cuts what follows out of a block that was given back, instead of calling
-                # cudaMalloc for each: 0.09 ms. If there is no such block, it does without.
-                if reserved:
-                    with contextlib.suppress(torch.cuda.OutOfMemoryError):
-                        torch.empty(reserved, dtype=torch.uint8, device=self.place)
+            # Memory that is allocated into a graph is written to whenever it runs.
+            if torch.cuda.is_current_stream_capturing():
+                return self.devices[number].allocate(nbytes)
+            # Torch cuts what follows out of a block that was given back, instead of calling
+            # cudaMalloc for each: 0.09 ms. If there is no such block, it does without.
+            if reserved:
+                with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                    torch.empty(reserved, dtype=torch.uint8, device=self.place)
             ((held, address),) = self._new([("uint8", (max(nbytes, 1),))])
             return base.memory_at(held, address, nbytes, self.devices[number])
 

@@ -58,13 +58,20 @@ worth its time; None if the user asked for cuFile).
 
 
 def choose(
-    wanted: Sequence[tuple[Source, int]], engine: str, page_cache: str = "auto"
+    wanted: Sequence[tuple[Source, int]],
+    engine: str,
+    page_cache: str = "auto",
+    *,
+    keeps: bool = True,
 ) -> tuple[Leg, ...]:
-    """Chooses an engine for each file, which comes with the bytes that are to be read of it."""
+    """Chooses an engine for each file, which comes with the bytes that are to be read of it.
+
+    Default: the page cache may keep what is read, if `page_cache` does not say otherwise.
+    """
     legs: list[Leg] = []
     for source, nbytes in wanted:
         legs.append(_leg(source, nbytes, engine, page_cache))
-    if engine != "direct" and True in map(_DIRECT, legs):
+    if (keeps or page_cache == "keep") and engine != "direct" and True in map(_DIRECT, legs):
         legs = _next_load(legs, wanted, page_cache)
     for leg in legs:
         _log(leg, engine, page_cache)
@@ -72,7 +79,12 @@ def choose(
 
 
 def choose_onto_device(
-    wanted: Sequence[tuple[Source, int]], engine: str, page_cache: str, past: PastHost
+    wanted: Sequence[tuple[Source, int]],
+    engine: str,
+    page_cache: str,
+    past: PastHost,
+    *,
+    keeps: bool = True,
 ) -> tuple[Leg, ...]:
     """The same for files of which something lands on a device.
 
@@ -80,7 +92,8 @@ def choose_onto_device(
     """
     inner = "auto" if engine in _ON_DEVICES else engine
     legs = [_leg(source, nbytes, inner, page_cache, buffers.PAGE) for source, nbytes in wanted]
-    kept = legs if engine == "direct" else _next_load(legs, wanted, page_cache)
+    keeps = keeps or page_cache == "keep"
+    kept = _next_load(legs, wanted, page_cache) if keeps and engine != "direct" else legs
     cold = sum(nbytes for leg, (_, nbytes) in zip(legs, wanted, strict=True) if leg.direct)
     made: list[Leg] = []
     for leg, through in zip(legs, kept, strict=True):

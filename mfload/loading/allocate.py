@@ -151,6 +151,28 @@ def allocate(
     return memory
 
 
+def share(plan: Plan, memory: list[Any], adapter: Adapter) -> list[str]:
+    """Has the unified device of an adapter use what landed in buffers of the host; notes on that.
+
+    They are locked when they are full, since a driver makes the pages of one after another.
+    """
+    from mfload.cuda.memory import share as shared
+
+    (device,) = adapter.devices
+    pairs = zip(plan.places, plan.allocations, strict=True)
+    copied = {place.buffer for place, allocation in pairs if allocation.copied}
+    nbytes = 0
+    for number, spec in enumerate(plan.buffers):
+        if number in copied or not spec.nbytes or not buffers.is_own(memory[number]):
+            continue
+        try:
+            memory[number] = shared(device, memory[number])
+        except errors.MemoryLimitError as error:
+            return [f"copied to {device.name}, which shares the memory of the host: {error}"]
+        nbytes += spec.nbytes
+    return [f"read into memory that {device.name} and the host share: {nbytes} bytes"][: nbytes > 0]
+
+
 def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """The parts of maps that the plan uses, by the number of their buffer."""
     found: dict[int, list[tuple[int, int]]] = {

@@ -25,6 +25,7 @@ from mfload.load_options import LoadOptions
 from mfload.loading import allocate, execute
 from mfload.loading.execute import Advance
 from mfload.planning import memory as limits
+from mfload.planning.layout import DEVICE_ALIGNMENT
 from mfload.planning.memory import Limits, Readers
 from mfload.planning.plan import Places, Plan, make_plan
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, names, sizes
@@ -282,7 +283,9 @@ class Session:
                 files[number] = sources[number], nbytes
         if files:
             how = options.engine, options.page_cache
-            choose = functools.partial(routing.choose, [*files.values()], *how)
+            # Where the arrays lie in the memory of the page cache, it would hold all twice.
+            keeps = not adapter.unified
+            choose = functools.partial(routing.choose, [*files.values()], *how, keeps=keeps)
             if self._devices:
                 choose = functools.partial(self._onto_devices, [*files.values()])
             chosen = options.deadline.bound(choose, "opening the files")
@@ -426,7 +429,9 @@ class Session:
         elif limit is not None and limit < least:
             against = "max_device_overhead= leaves no room for its slots"
         past = functools.partial(gds.check, self._devices, options.deadline, against)
-        legs = routing.choose_onto_device(files, options.engine, options.page_cache, past)
+        keeps = not any(device.unified for device in self._devices)
+        how = options.engine, options.page_cache, past
+        legs = routing.choose_onto_device(files, *how, keeps=keeps)
         made: list[routing.Leg] = []
         for (one, _), leg in zip(files, legs, strict=True):
             source: Any = one
@@ -476,7 +481,7 @@ class Session:
         made = Batch()
         made.plan = plan = make_plan(
             requests,
-            alignment=self.adapter.alignment,
+            alignment=DEVICE_ALIGNMENT if self.adapter.unified else self.adapter.alignment,
             costs=self.limits.costs,
             allocations=allocations,
             mapped=self._mapped,
@@ -667,6 +672,8 @@ class Session:
                 copied = deadline.bound(copy, "copying from device to device")
                 if advance is not None:
                     advance(copied)
+        if self.adapter.unified:
+            filled = filled[0], (*filled[1], *allocate.share(plan, memory, self.adapter)), filled[2]
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)

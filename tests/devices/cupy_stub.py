@@ -76,6 +76,8 @@ class Machine:
         self.local = threading.local()
         self.capturing = self.broken = False
         self.lost = 0
+        self.kind = 0, 1
+        """Whether devices are integrated, and work on what is page-locked of the host's memory."""
 
     @property
     def stack(self) -> list[Any]:
@@ -214,14 +216,18 @@ class Runtime:
     eventBlockingSync = 1
     eventDisableTiming = 2
     cudaDevAttrMaxPitch = 11
+    cudaDevAttrIntegrated = 18
+    cudaDevAttrCanUseHostPointerForRegisteredMem = 91
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
 
     def deviceGetAttribute(self, attrib: int, device: int) -> int:
         self._machine.begin("deviceGetAttribute")
-        assert attrib == self.cudaDevAttrMaxPitch
-        return 100  # Small, so that tests come by what is longer.
+        if attrib == self.cudaDevAttrMaxPitch:
+            return 100  # Small, so that tests come by what is longer.
+        kinds = self.cudaDevAttrIntegrated, self.cudaDevAttrCanUseHostPointerForRegisteredMem
+        return self._machine.kind[kinds.index(attrib)]
 
     def deviceGetPCIBusId(self, device: int) -> str:
         self._machine.begin("deviceGetPCIBusId")
@@ -286,7 +292,7 @@ class Runtime:
         with self._machine.lock:
             if any(span.meets(other) for other in self._machine.pinned.values()):
                 raise CUDARuntimeError(712)
-            assert flags == 1
+            assert flags == 3  # cudaHostRegisterPortable, cudaHostRegisterMapped.
             self._machine.pinned[ptr] = span
 
     def hostUnregister(self, ptr: int) -> None:

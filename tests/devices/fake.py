@@ -197,6 +197,7 @@ class FakeDevice:
         fail_later: The same for work ("copy_in", …) that fails when it runs: events,
             waits and later calls of its stream raise.
         pci: Address on the bus.
+        unified: Whether its memory is the host's.
 
     Attributes:
         near: Names of the other devices whose memory it reaches.
@@ -221,8 +222,9 @@ class FakeDevice:
         fail: Mapping[str, int] | None = None,
         fail_later: Mapping[str, int] | None = None,
         pci: str | None = None,
+        unified: bool = False,
     ) -> None:
-        self.place, self.name, self.pci = place, name, pci
+        self.place, self.name, self.pci, self.unified = place, name, pci, unified
         self.total, self.taken = total, 0
         self.fail, self.fail_later = dict(fail or {}), dict(fail_later or {})
         self.calls: Counter[str] = Counter()

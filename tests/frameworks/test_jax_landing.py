@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -48,6 +49,11 @@ def cpu(number: int) -> Any:
     return jax.devices("cpu")[number]
 
 
+def in_use(ground: Ground) -> int:
+    """Bytes that XLA has given away; 0 if it does not say."""
+    return (ground.adapter.place.memory_stats() or {}).get("bytes_in_use", 0)
+
+
 class TestJaxLanding(DeviceMemoryConformance):
     look = JaxConformance()
     landings = ("mfload",)  # Buffers of XLA's: nothing is lent.
@@ -65,15 +71,16 @@ class TestJaxLanding(DeviceMemoryConformance):
         disjoint((self.look.address(arrays[n]), len(rows[n].raw)) for n in alike)
 
     def test_lent_bytes_keep_the_array(self, ground: Ground) -> None:
-        """A slab lives as long as any view of it, and is given back then."""
+        """A buffer lives as long as any view of it, and its slabs go with it."""
         rows = [material.stored(f"w{n}", "F32", (1 << 8, 64), n) for n in range(4)]
-        slab = ground.adapter.allocator(0, [4 << 16])(4 << 16)
-        gone = weakref.ref(slab.owner[0])
-        write(ground.device, [(slab, n << 16, row.raw) for n, row in enumerate(rows)])
-        views = [View(row.name, dtypes.TABLE["F32"], row.shape, slab, n << 16)
+        used = in_use(ground)
+        buffer = ground.adapter.allocator(0, [4 << 16])(4 << 16)
+        gone = weakref.ref(buffer)
+        write(ground.device, [(buffer, n << 16, row.raw) for n, row in enumerate(rows)])
+        views = [View(row.name, dtypes.TABLE["F32"], row.shape, buffer, n << 16)
                  for n, row in enumerate(rows)]  # fmt: skip
         arrays = ground.adapter.wrap(views)
-        del slab, views
+        del buffer, views
         last = arrays.pop()
         arrays.clear()
         churn = [ground.adapter.allocator(0, [4 << 16])(4 << 16) for _ in range(4)]
@@ -81,11 +88,12 @@ class TestJaxLanding(DeviceMemoryConformance):
             write(ground.device, [(each, 0, bytes(4 << 16))])
         self.check(rows[3:], [last])
         assert gone() is not None
-        del last
+        del last, churn, each
         end = time.monotonic() + 5  # XLA lets go in threads of its own.
-        while gone() is not None and time.monotonic() < end:
+        while (gone() is not None or in_use(ground) > used) and time.monotonic() < end:
             gc.collect()
         assert gone() is None
+        assert in_use(ground) <= used
 
     def test_programs_of_one_load_serve_the_next(
         self, ground: Ground, zoo: Any, monkeypatch: pytest.MonkeyPatch
@@ -337,6 +345,20 @@ class TestPrograms:
         assert len({each.unsafe_buffer_pointer() for each in slabs}) == 4
         assert {each.dtype for each in slabs} == {np.dtype(np.uint8)}
 
+    def test_slabs_are_ready(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Until then, what ran before may still use their memory."""
+        waited: list[Any] = []
+
+        class Late:
+            def block_until_ready(self) -> None:
+                waited.append(self)
+
+        program: Future[Any] = Future()
+        program.set_result(Late)
+        monkeypatch.setattr(jax_memory, "begin_slab", lambda *_: program)
+        assert jax_memory.slabs(cpu(0), [1, 2, 3]) == waited
+        assert len(waited) == 3
+
     def test_it_is_compiled_beside_the_load(self, monkeypatch: pytest.MonkeyPatch) -> None:
         free, threads = threading.Event(), set[int]()
 
@@ -451,12 +473,16 @@ class TestPlaces:
         land = FakeDevice(total=1 << 40)
         make = jax_memory.Slabs(cpu(0), land, sizes)
         made = [make(nbytes) for nbytes in sizes]
+        assert [each.nbytes for each in made] == sizes
         disjoint((each.address, each.nbytes) for each in made)
-        for each in made:
-            held = [(x.unsafe_buffer_pointer(), x.nbytes) for x in each.owner]
-            assert min(held)[0] <= each.address
-            assert each.address + each.nbytes <= max(held)[0] + max(held)[1]
-        del made
+        rows = [(each, each.nbytes - 8, bytes([n] * 8)) for n, each in enumerate(made)]
+        write(land, rows)
+        for each, at, raw in rows:
+            view = View("w", dtypes.TABLE["U8"], (8,), each, at)
+            (array,) = jax_adapter.JaxAdapter(cpu(0), land).wrap([view])
+            assert np.asarray(array).tobytes() == raw
+            del array, view
+        del made, each, rows
         land.assert_clean()
 
 

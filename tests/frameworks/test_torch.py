@@ -31,6 +31,8 @@ from mfload.frameworks import torch_adapter
 from mfload.frameworks.base import Adapter
 from mfload.io import convert
 
+MIB = 1 << 20
+
 
 class TestTorch(WritableConformance):
     framework = "torch"
@@ -192,6 +194,29 @@ class TestTorchLanding(DeviceMemoryConformance):
         adapter = torch_adapter.TorchAdapter(SimpleNamespace(type="cuda"), FakeDevice())
         with pytest.raises(errors.MemoryLimitError, match="torch has no room"):
             adapter.allocator(0, [7 << 30, 7 << 30])(7 << 30)
+
+    def test_what_is_taken_together(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A block for what follows is given back at once, so that torch cuts that out of it."""
+        taken: list[int] = []
+        made = torch.empty
+
+        def empty(shape: Any, *, dtype: Any, device: Any) -> Any:
+            taken.append(shape if isinstance(shape, int) else -shape[0])
+            if shape == 256 * MIB:
+                raise torch.cuda.OutOfMemoryError("as there is no such block")
+            return made(1, dtype=dtype)
+
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        adapter = torch_adapter.TorchAdapter(SimpleNamespace(type="cuda"), FakeDevice())
+        sizes = [100 * MIB, 155 * MIB, MIB - 1, 255 * MIB, 300 * MIB, 4 * MIB, 5 * MIB]
+        allocate = adapter.allocator(0, sizes)
+        held = [allocate(nbytes) for nbytes in sizes]
+        assert [each.nbytes for each in held] == sizes
+        assert taken == [
+            256 * MIB, -100 * MIB, -155 * MIB, 1 - MIB, -255 * MIB, -300 * MIB, 9 * MIB, -4 * MIB,
+            -5 * MIB,
+        ]  # fmt: skip
 
     def model(self, tmp_path: Any) -> tuple[Any, dict[str, Any]]:
         numbers = {f"{n}.{kind}": np.arange(size, dtype=np.float32) + n for n in range(4)
