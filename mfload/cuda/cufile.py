@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.cuda import discovery
@@ -19,6 +19,9 @@ from mfload.cuda.device import CUDA, Device
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.blocks import Block
 from mfload.sources.base import Source, shrunk
+
+if TYPE_CHECKING:
+    from mfload.cuda.staging import Staging
 
 log = logging.getLogger("mfload")
 
@@ -134,9 +137,14 @@ class CufileSlot:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._kvikio: Any = _kvikio(device)
-        self.buffer = device.allocate(slot_bytes(nbytes))
+        self.nbytes = slot_bytes(nbytes)
+        self.buffer = device.allocate(self.nbytes)
         with device.current():
             _call("register memory", self._kvikio.memory_register, _array(self.buffer))
+
+    def fits(self, size: Staging) -> bool:
+        """Whether it is large enough for a load."""
+        return self.nbytes >= slot_bytes(size.block)
 
     def close(self) -> None:
         """Ends the registration, or nvidia-fs may hang in the free; never raises."""

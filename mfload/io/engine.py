@@ -13,13 +13,15 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mfload.errors import counted
+from mfload.errors import MfloadError, counted
 from mfload.io.buffers import WorkerSlot
 from mfload.io.pread import SHOWN, PreadReader
 from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
 
 if TYPE_CHECKING:
+    import threading
+
     from mfload.io.threads import Running, Start
     from mfload.timeline import Recorder, Track
 
@@ -48,6 +50,7 @@ class Share:
     """The blocks that one thread takes, by iteration, and its report of those in place.
 
     `block` is the current one, for the error that names it. `track` records the thread's spans.
+    `memory` returns when the buffers of the load are there; it raises if it was given up.
     """
 
     def __init__(
@@ -56,10 +59,11 @@ class Share:
         stopped: Callable[[], bool],
         report: Callable[[tuple[int, int]], object],
         track: Track | None = None,
+        memory: Callable[[], object] = bool,
     ) -> None:
         self.block: Block | None = None
         self.track = track
-        self.stopped = stopped
+        self.stopped, self.memory = stopped, memory
         self._waiting = waiting
         self._report = report
         self._blocks = self._nbytes = 0
@@ -114,15 +118,22 @@ class Engine:
         """The block that failed, or one that is waited for when the time is up."""
         self._pools, self._recorder = pools, recorder
         self._error: BaseException | None = None
-        self._stop = threading.Event()
+        self._stop, self._memory = threading.Event(), threading.Event()
+        self._allocate: Callable[[], object] | None = None
         self._reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._start_thread = start or threads.new
         self._threads: list[Running] = []
         self._shares: list[Share] = []
 
-    def run(self, deadline: Deadline, advance: Callable[[int], None] | None = None) -> None:
+    def run(
+        self,
+        deadline: Deadline,
+        advance: Callable[[int], None] | None = None,
+        allocate: Callable[[], object] | None = None,
+    ) -> None:
         """Returns when all blocks are in place; tells `advance` of the bytes as they come.
 
+        `allocate` makes the memory that threads wait for by `Share.memory`, once they have begun.
         Raises the first error of a thread, or LoadTimeoutError. Threads are joined first; one that
         hangs in the kernel is left behind with its buffers.
         """
@@ -130,10 +141,11 @@ class Engine:
 
         blocks = [block for pool in self._pools for block in pool[0]]
         left = len(blocks)
-        last = time.monotonic()
+        last, self._allocate = time.monotonic(), allocate
         try:
             for pool in self._pools:
                 self._start(pool)
+            self._make_memory()
             while left:
                 count = nbytes = 0
                 with suppress(queue.Empty):
@@ -155,6 +167,7 @@ class Engine:
                         advance(nbytes)
         finally:
             self._stop.set()
+            self._memory.set()  # Who waits for it sees that there is none.
             end = time.monotonic() + min(_GRACE, max(0.0, deadline.left()))
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
@@ -170,10 +183,18 @@ class Engine:
                 self._threads.append(self._start_thread(partial(self._work, work, waiting)))
                 started += 1
         if waiting and not started:
+            self._make_memory()
             self._work(work, waiting)
 
+    def _make_memory(self) -> None:
+        allocate, self._allocate = self._allocate, None
+        if allocate is not None:
+            allocate()
+        self._memory.set()
+
     def _work(self, work: Callable[[Share], None], waiting: collections.deque[Block]) -> None:
-        share = Share(waiting, self._stop.is_set, self._reports.put)
+        memory = partial(_wait_for_memory, self._memory, self._stop)
+        share = Share(waiting, self._stop.is_set, self._reports.put, memory=memory)
         self._shares.append(share)
         if self._recorder is not None:
             share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
@@ -186,6 +207,12 @@ class Engine:
                 self.block, self._error = share.block, error
                 self._stop.set()
                 self._reports.put((0, 0))
+
+
+def _wait_for_memory(there: threading.Event, stop: threading.Event) -> None:
+    there.wait()
+    if stop.is_set():
+        raise MfloadError("the load was given up")
 
 
 def fill(

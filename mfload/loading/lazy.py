@@ -341,7 +341,7 @@ class _Reader:
         loader = Loader(self._opened(), self._sources, adapter, options)
         if adapter.devices:
             if self._landing is None:
-                self._landing = Shared(None, adapter.devices)
+                self._landing = Shared(None)
                 if self.closed:  # By another thread, which did not see it.
                     self._landing.close()
             loader.shared = self._landing

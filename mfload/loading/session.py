@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter, itemgetter
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from mfload.sources.base import Costs, Source
 
 # What only some loads need is imported where it is used.
 if TYPE_CHECKING:
-    from mfload.cuda.staging import Kits, Staging
+    from mfload.cuda.staging import Staging
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
     from mfload.report import Report
@@ -77,22 +78,15 @@ class Shared:
         legs: The route of files, by their numbers. If it is known what all take, the first load
             chooses for all; else the first one of some MiB for those that land in the same place.
         crew: The threads.
-        kits: What these land on devices with; None for the host alone.
     """
 
-    kits: Kits | None = None
-
-    def __init__(self, wanted: Mapping[int, int] | None, devices: Sequence[Any]) -> None:
+    def __init__(self, wanted: Mapping[int, int] | None) -> None:
         from mfload.io.threads import Crew
 
         self.wanted = wanted
         self._legs: dict[bool, dict[int, routing.Leg]] = {False: {}, True: {}}
         self.crew = Crew()
         self._room, self._until = 0, 0.0
-        if devices:
-            from mfload.cuda.staging import Kits
-
-            self.kits = Kits()
 
     def legs(self, on_devices: bool, nbytes: int) -> dict[int, routing.Leg]:
         """Those for a load of so many bytes, which adds others."""
@@ -101,10 +95,8 @@ class Shared:
         return self._legs[on_devices] if nbytes >= routing.SMALL else {}
 
     def close(self) -> None:
-        """Ends the threads, and gives back what they land on devices with; waits for none."""
+        """Ends the threads; waits for none."""
         self.crew.close()
-        if self.kits is not None:
-            self.kits.close()
 
     def check_host(self, needed: int, specs: Sequence[BufferSpec]) -> None:
         """See `allocate.check_host`; a part of what was free a moment ago is taken to be free."""
@@ -303,7 +295,7 @@ class Session:
         if observer is not None:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
-        chosen = execute.reader_threads(self._direct, count, concurrency=concurrency)
+        chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
         self.threads, self.used = options.threads or chosen, 0
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
@@ -314,8 +306,6 @@ class Session:
         if self._devices:
             from mfload.cuda import cufile, staging
 
-            if shared is not None and shared.kits is not None:
-                shared.kits.most = max(shared.kits.most, self.threads)
             self._gds = any(leg.engine == "gds" for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
@@ -432,6 +422,7 @@ class Session:
             costs=self.limits.costs,
             allocations=allocations,
             mapped=self._mapped,
+            alone=None if self._options.allocator == "mfload" else self.adapter.alone,
         )
         copied = plan.copied_bytes if self._copies else {}
         # Slots are gone before the framework copies, so the two don't add up.
@@ -513,7 +504,19 @@ class Session:
         self.check_batch(result, host=self.adapter.on_host)
 
     def check_batch(self, batch: Batch, *, host: bool = True) -> None:
-        """Refuses a batch that does not fit, with what it holds beside its result."""
+        """Refuses a batch that does not fit, with what it holds beside its result.
+
+        What earlier loads left to others goes first.
+        """
+        try:
+            self._check_room(batch, host)
+        except errors.MemoryLimitError:
+            kept = sys.modules.get("mfload.cuda.staging")
+            if kept is None or not kept.KITS.give_back():
+                raise
+            self._check_room(batch, host)
+
+    def _check_room(self, batch: Batch, host: bool) -> None:
         if host:
             specs = batch.plan.buffers
             if self.adapter.lends_held:
@@ -524,9 +527,21 @@ class Session:
             return
         held = self.adapter.lends_held
         for device, nbytes in batch.plan.device_bytes.items():
-            lent = batch.plan.lent_bytes[device]
-            own = nbytes - lent + batch.device_overhead.get(device, 0)
-            allocate.check_device(self.adapter, device, own, 0 if held else lent)
+            beside, lent = batch.device_overhead.get(device, 0), batch.plan.lent_bytes[device]
+            own, lent = nbytes - lent, 0 if held else lent
+            if self.adapter.allocates and self._options.allocator != "mfload":
+                own, lent = 0, own + lent
+            allocate.check_device(self.adapter, device, own + beside, lent)
+
+    def _keep_within(self) -> None:
+        """Has slots that earlier loads left count for the limits of this one."""
+        options, count = self._options, self.threads
+        given = options.max_host_overhead, options.max_device_overhead
+        if given != (None, None):
+            from mfload.cuda.staging import KITS
+
+            host, device = (math.inf if most is None else most // count for most in given)
+            KITS.keep_within(self._devices, count, (host, device))
 
     def load(
         self,
@@ -542,10 +557,25 @@ class Session:
         plan = planned.plan
         times.append(time.perf_counter())
         self.check_batch(planned)
-        lent = allocate.lend(plan, self.adapter) if self._lends else {}
-        # A map reads from the disk, and a device may be busy: to get their memory may hang.
-        take = functools.partial(allocate.allocate, plan, self._sources, self.adapter, lent)
-        memory = deadline.bound(take, "mapping files or allocating on a device")
+        memory: list[Any] = []
+        lent: dict[int, Lent] = {}
+
+        def take() -> None:
+            if self._lends:
+                lent.update(allocate.lend(plan, self.adapter))
+            given = plan, self._sources, self.adapter, lent, self._options.allocator
+            # A map reads from the disk, and a device may be busy: to get their memory may hang.
+            get = functools.partial(allocate.allocate, *given)
+            if self._devices and deadline.seconds is not None:
+                get = functools.partial(_within, self.adapter.follow(), get)
+            memory.extend(deadline.bound(get, "mapping files or allocating on a device"))
+
+        # On its way to a device, what is read lands in slots first: readers begin at once.
+        later = take if planned.staging is not None and fill is None else None
+        if later is None:
+            take()
+        else:
+            self._keep_within()
         times.append(time.perf_counter())
         if fill is not None:
             filled = fill(plan, memory, self, self._sources)
@@ -563,7 +593,7 @@ class Session:
                 staging=planned.staging,
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
-                kits=None if self._shared is None else self._shared.kits,
+                allocate=later,
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
@@ -580,6 +610,11 @@ class Session:
         times.append(time.perf_counter())
         stages += zip(_STAGES, times, times[1:], strict=False)
         return arrays, filled
+
+
+def _within(context: AbstractContextManager[object], call: Callable[[], list[Any]]) -> list[Any]:
+    with context:
+        return call()
 
 
 Fill = Callable[[Plan, list[Any], Session, Sequence[Source]], Filled]

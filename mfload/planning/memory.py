@@ -48,7 +48,7 @@ class Readers:
     cold: bool = False  # Whether a file comes from a disk, with O_DIRECT or without.
     mapped: bool = False  # Whether all files are mapped.
     depth: int = 2  # Slots of each reader for what lands on devices.
-    slot: int = 8 << 20  # Bytes of such a slot, at most.
+    slot: int = 16 << 20  # Bytes of such a slot, at most.
     costs: Costs = Costs()  # Of the sources.
     decodes: bool = False  # Whether some tensors are not one raw range.
     kept: bool = False  # Whether other loads use the slots, too.

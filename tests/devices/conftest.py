@@ -11,6 +11,7 @@ from devices.entered import entered
 from devices.stub_kvikio import Kvikio
 
 from mfload.cuda import discovery
+from mfload.cuda.staging import KITS
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
     monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
     before = len(os.listdir("/proc/self/fd"))
     yield stub
+    KITS.give_back()
     assert stub.misuse == []
     assert stub.handles == 0
     assert stub.registered == {}

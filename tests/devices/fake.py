@@ -17,6 +17,7 @@ from devices.queues import Mark, Mode, Queue, Queues, Span
 from mfload import errors
 from mfload.cuda.device import MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
+from mfload.cuda.staging import KITS
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
 
 _PAGE = 4096
@@ -279,7 +280,7 @@ class FakeDevice:
             span, device = _pinned.pop(array.ctypes.data, (None, None))
         if span is None or device is not self:
             self.misused("unpin of memory that this device did not pin")
-        elif self.queues.pending(span):
+        elif self.queues.drop(span):
             self.misused("unpin while queued work touches the memory")
 
     def stream(self) -> FakeStream:
@@ -299,6 +300,7 @@ class FakeDevice:
         Args:
             result: Whether arrays of a load are alive, and may hold memory.
         """
+        KITS.give_back()
         found = self._left(result)
         if found:  # A look at all objects takes longer than most loads of tests.
             gc.collect()

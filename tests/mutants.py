@@ -1,0 +1,222 @@
+"""Breaks the code of the GPU's rooms, one place at a time, and says which breaks no test sees.
+
+`make mutants`, or `python tests/mutants.py [part of an identifier …]`. A mutant is a copy of the
+code with one statement, condition, context, constant or flag of it changed. What survives is
+listed in `mutants.toml` with the reason why no test without a GPU can tell; any other survivor
+fails the run. Mutation testers of others know no operator that takes a statement away, and waits
+are statements.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import concurrent.futures
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+KNOWN = ROOT / "tests" / "mutants.toml"
+_SECONDS = 240
+"""Of a run of the suites. A mutant that takes longer hangs, which is seen."""
+
+_DEVICES = ("tests/devices",)
+_FIRST = ("staging", "overlap", "kits", "cupy_stub", "cupy_loads", "faults", "loads")
+_CUDA = (*(f"tests/devices/test_{name}.py" for name in _FIRST), *_DEVICES)
+# What adapters do with memory of their frameworks.
+_MEMORY = ("_copy", "_current", "_write", "allocate", "allocating", "empty", "follow", "reserve",
+           "slab")  # fmt: skip
+# A module, the functions of it that are looked at (all, if none is named), and its suites.
+ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    **{f"mfload/cuda/{name}.py": ((), _CUDA)
+       for name in ("copies", "cupy_device", "engine", "memory", "staging")},
+    "mfload/cuda/cufile.py": (
+        (), tuple(f"tests/devices/test_{name}.py" for name in ("cufile", "gds", "gds_loads"))),
+    "mfload/frameworks/cupy_adapter.py": (
+        _MEMORY, ("tests/devices/test_cupy_memory.py", "tests/frameworks/test_cupy.py")),
+    "mfload/frameworks/torch_memory.py": (
+        (), ("tests/frameworks/test_torch_pool.py", "tests/frameworks/test_torch_into.py")),
+    "mfload/frameworks/torch_adapter.py": (
+        _MEMORY, ("tests/frameworks/test_torch_pool.py", "tests/frameworks/test_torch.py")),
+    "mfload/frameworks/jax_memory.py": (_MEMORY, ("tests/frameworks/test_jax_landing.py",)),
+    "mfload/peer/cuda_ipc.py": ((), ("tests/peer/test_peer_cuda_ipc.py",)),
+}  # fmt: skip
+
+
+class Mutant(NamedTuple):
+    """A change of a module: what stands in place of the characters from `start` to `stop`."""
+
+    module: str
+    name: str
+    start: int
+    stop: int
+    instead: str
+
+    @property
+    def identifier(self) -> str:
+        return f"{self.module}: {self.name}"
+
+
+class _Finder(ast.NodeVisitor):
+    def __init__(self, module: str, text: str, only: tuple[str, ...]) -> None:
+        self.found: list[Mutant] = []
+        self._module, self._only, self._inside = module, only, [""]
+        self._raw = text.encode()
+        self._lines = [0]
+        for line in self._raw.splitlines(keepends=True):
+            self._lines.append(self._lines[-1] + len(line))
+        self._seen: Counter[str] = Counter()
+
+    def _add(self, kind: str, node: Any, instead: str) -> None:
+        if self._only and not set(self._only) & set(self._inside):
+            return
+        start = self._lines[node.lineno - 1] + node.col_offset
+        stop = self._lines[node.end_lineno - 1] + node.end_col_offset
+        said = " ".join(self._raw[start:stop].decode().split())
+        name = f"{'.'.join(self._inside[1:]) or 'module'}: {kind} {said}"
+        self._seen[name] += 1
+        name += f" ({self._seen[name]})" if self._seen[name] > 1 else ""
+        instead = instead.replace("@", self._raw[start:stop].decode())
+        self.found.append(Mutant(self._module, name, start, stop, instead))
+
+    def visit(self, node: ast.AST) -> None:
+        named = isinstance(node, ast.FunctionDef | ast.ClassDef)
+        if named:
+            self._inside.append(node.name)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
+            self._add("without", node, "pass")
+        elif isinstance(node, ast.Assign) and len(self._inside) > 1:
+            if all(isinstance(each, ast.Subscript) for each in node.targets):
+                self._add("without", node, "pass")
+        elif isinstance(node, ast.If | ast.IfExp | ast.While):
+            self._add("if not", node.test, "not (@)")
+        elif isinstance(node, ast.With):
+            for item in node.items:
+                if item.optional_vars is None:
+                    self._add(
+                        "outside of", item.context_expr, "__import__('contextlib').nullcontext()"
+                    )
+        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+            self._add("without", node, "**{}")
+        if isinstance(node, ast.Assign) and len(self._inside) == 1:
+            parts = [each for each in ast.walk(node.value) if isinstance(each, ast.expr)]
+            if all(_is_number(each) for each in parts):  # Such as 8 << 20.
+                one = all(isinstance(each, ast.Constant) and each.value == 1 for each in parts)
+                self._add(f"{ast.unparse(node.targets[0])} =", node.value, "2" if one else "1")
+        self.generic_visit(node)
+        if named:
+            self._inside.pop()
+
+
+def _is_number(node: ast.expr) -> bool:
+    if isinstance(node, ast.Constant):
+        return type(node.value) in (int, float)
+    return isinstance(node, ast.BinOp | ast.UnaryOp)
+
+
+def mutants() -> Iterator[Mutant]:
+    """All of them, in the order of the code."""
+    for module, (only, _) in ROOMS.items():
+        text = (ROOT / module).read_text()
+        finder = _Finder(module, text, only)
+        finder.visit(ast.parse(text))
+        yield from finder.found
+
+
+def survives(mutant: Mutant, copy: Path) -> bool:
+    """Whether the suites of a module pass on a copy of the repository that it is put into."""
+    place = copy / mutant.module
+    raw = (ROOT / mutant.module).read_bytes()
+    place.write_bytes(raw[: mutant.start] + mutant.instead.encode() + raw[mutant.stop :])
+    try:
+        return _passes(copy, ROOMS[mutant.module][1])
+    finally:
+        place.write_bytes(raw)
+
+
+def _passes(copy: Path, suites: tuple[str, ...]) -> bool:
+    there = [suite for suite in suites if (copy / suite).exists()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", "--timeout", "30"]
+    where = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        [*command, "-p", "no:cacheprovider", *there], cwd=copy, env=where,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as running:  # fmt: skip
+        try:
+            return running.wait(_SECONDS) == 0
+        except subprocess.TimeoutExpired:
+            os.killpg(running.pid, 9)
+            return False
+
+
+def main() -> int:
+    """The exit status: 1 if one survives that is not listed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help="of identifiers; default: all")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--at-once", type=int, default=cores, help="default: %(default)s")
+    parser.add_argument("--list", action="store_true", help="names them, and runs none")
+    asked = parser.parse_args()
+    chosen = [
+        each
+        for each in mutants()
+        if not asked.parts or any(part in each.identifier for part in asked.parts)
+    ]
+    if asked.list:
+        print("\n".join(each.identifier for each in chosen))
+        return 0
+    known: dict[str, str] = tomllib.loads(KNOWN.read_text())["survivors"]
+    new: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for n in range(asked.at_once):
+            copies.put(_copied(Path(folder) / str(n) / "mfload"))
+        copy = copies.get()
+        for suites in {ROOMS[each.module][1] for each in chosen}:
+            if not _passes(copy, suites):
+                print(f"the suites fail without a mutant: {' '.join(suites)}", file=sys.stderr)
+                return 2
+        copies.put(copy)
+
+        def one(mutant: Mutant) -> bool:
+            mine = copies.get()
+            try:
+                return survives(mutant, mine)
+            finally:
+                copies.put(mine)
+
+        begun, survived = time.monotonic(), 0
+        with concurrent.futures.ThreadPoolExecutor(asked.at_once) as pool:
+            for mutant, alive in zip(chosen, pool.map(one, chosen), strict=True):
+                survived += alive
+                if alive and mutant.identifier not in known:
+                    new.append(mutant.identifier)
+                    print(f"SURVIVES {mutant.identifier}", flush=True)
+                elif not alive and mutant.identifier in known:
+                    print(f"seen now, though listed: {mutant.identifier}", flush=True)
+    gone = known.keys() - {each.identifier for each in mutants()}
+    for identifier in sorted(gone):
+        print(f"listed, but not in the code: {identifier}")
+    took = time.monotonic() - begun
+    print(f"{len(chosen)} mutants, {survived} survive, {len(new)} of them not listed; {took:.0f} s")
+    return int(bool(new))
+
+
+def _copied(place: Path) -> Path:
+    left = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
+    shutil.copytree(ROOT, place, ignore=left, symlinks=True)
+    return place
+
+
+if __name__ == "__main__":
+    sys.exit(main())
