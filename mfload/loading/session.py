@@ -441,7 +441,7 @@ class Session:
         raw = [block for block in plan.blocks if block.decode is None]
         made.staging = staging = slots.staging(raw, methods, most)
         if self._shared is not None:  # Of two sizes alone, so that the next load can use them.
-            block = self.limits.costs.block
+            block = self.limits.slot or self.limits.costs.block
             small = staging.block <= block // _SMALLER
             block = max(staging.block, block // _SMALLER if small else block)
             made.staging = staging = staging._replace(block=block)

@@ -193,6 +193,25 @@ def locked() -> int:
     return sum(span.end - span.start for span, _ in fake._pinned.values())
 
 
+def test_what_is_kept_is_not_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But by each load that uses it."""
+    device = FakeDevice()
+    land(monkeypatch, device)
+    peaks: list[int] = []
+    for _ in range(3):
+        report = mfload.Report()
+        options = mfload.Options(threads=1)
+        found = mfload.load(path, "numpy", options=options, report=report)
+        peaks.append(report.peak_bytes)
+        assert mfload.live_bytes() == report.result_bytes
+        del found
+        assert mfload.live_bytes() == buffers.live_bytes() == 0
+    assert peaks[0] == peaks[1] == peaks[2] == locked() > 0
+    buffers.peak_bytes(reset=True)
+    device.assert_clean()
+    assert buffers.peak_bytes() == buffers.live_bytes() == 0
+
+
 def test_what_is_kept_gives_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the host, and on a device, where there would be room without it."""
     device = FakeDevice()
