@@ -171,6 +171,14 @@ class Adapter:
         """
         return self.devices[number].allocate(nbytes)
 
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        """What allocates the buffers of one load on a device, of these sizes in this order.
+
+        Returns at once. Default: `allocate`.
+        """
+        del sizes
+        return functools.partial(self.allocate, number)
+
     def reserve(self, number: int, nbytes: int) -> None:
         """Prepares for the next calls of `allocate` for that device, which take so much together.
 

@@ -78,6 +78,9 @@ class SeveralAdapter(Adapter):
     def follow(self) -> AbstractContextManager[object]:
         return _all([part.follow() for part in self._parts])
 
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._owners[self.devices[number]].allocator(0, sizes)
+
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._owners[self.devices[number]].allocate(0, nbytes)
 
@@ -168,6 +171,9 @@ class InPlaceAdapter(Adapter):
         new = [each for each, memory in zip(requests, held, strict=True) if memory is None]
         rest = iter(self._new.lend(new) if new else ())
         return [next(rest) if memory is None else Lent(None, memory) for memory in held]
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._new.allocator(number, sizes)
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._new.allocate(number, nbytes)

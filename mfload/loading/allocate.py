@@ -18,6 +18,9 @@ from mfload.sources.base import Source
 if TYPE_CHECKING:
     from mfload.cuda.memory import DeviceBuffer
 
+Allocators = Mapping[int, "Callable[[int], DeviceBuffer]"]
+"""What makes a buffer of so many bytes on a device, by its number."""
+
 # For less, no limit is looked at: if it is refused, the system says so.
 _WORTH_LOOKING = 64 << 10
 # For less, files of the system are not read: they take some 0.1 ms.
@@ -98,24 +101,37 @@ def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
     return {place.buffer: each for place, each in zip(places, lent, strict=True)}
 
 
+def allocators(specs: Sequence[BufferSpec], adapter: Adapter, allocator: str) -> Allocators:
+    """What allocates those of the buffers that lie on devices.
+
+    It is the adapter; for `allocator="mfload"`, the device.
+    """
+    sizes: dict[int, list[int]] = {}
+    for nbytes, _, device in specs:
+        if device is not None:
+            sizes.setdefault(device, []).append(nbytes)
+    if allocator == "mfload":
+        return {device: adapter.devices[device].allocate for device in sizes}
+    return {device: adapter.allocator(device, each) for device, each in sizes.items()}
+
+
 def allocate(
     plan: Plan,
     sources: Sequence[Source],
     adapter: Adapter,
     lent: Mapping[int, Lent],
+    there: Allocators = MappingProxyType({}),
     allocator: str = "auto",
 ) -> list[Any]:
-    """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
+    """The memory of each buffer: a uint8 array, or a `DeviceBuffer` (see `allocators`).
 
-    On devices it is what the adapter allocates; with `allocator="mfload"`, mfload's own.
     Raises MemoryLimitError if memory is refused, SourceChangedError if a file to map has shrunk.
     """
-    if allocator == "mfload" or not adapter.devices:
-        own = lambda number, nbytes: adapter.devices[number].allocate(nbytes)  # noqa: E731
-        return _allocate(plan, sources, adapter, lent, own)
+    if allocator == "mfload" or not there:
+        return _allocate(plan, sources, adapter, lent, there)
     together = _together(plan, lent) if adapter.alone is not None else {}
     with adapter.allocating():
-        return _allocate(plan, sources, adapter, lent, adapter.allocate, together)
+        return _allocate(plan, sources, adapter, lent, there, together)
 
 
 def _allocate(
@@ -123,7 +139,7 @@ def _allocate(
     sources: Sequence[Source],
     adapter: Adapter,
     lent: Mapping[int, Lent],
-    on_device: Callable[[int, int], DeviceBuffer],
+    there: Allocators,
     together: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Any]:
     memory: list[Any] = []
@@ -148,7 +164,7 @@ def _allocate(
             try:
                 if number in together:
                     adapter.reserve(device, together[number])
-                memory.append(on_device(device, nbytes))
+                memory.append(there[device](nbytes))
             except errors.MfloadError as error:
                 inside = (p.request.info.name for p in plan.places if p.buffer == number)
                 error.tensor = error.tensor or next(inside, None)

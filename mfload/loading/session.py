@@ -400,7 +400,11 @@ class Session:
                 )
         where = self.allocations or itertools.repeat(HOST)
         pairs = list(zip(self.requests, where, strict=False))
-        rest = {request.info.name for request, each in pairs if each.owner == "mfload"}
+        rest = {
+            request.info.name
+            for request, each in pairs
+            if each.owner == "mfload" and not (self.adapter.allocates and each.device is not None)
+        }
         if asked == "framework" and rest and (self.adapter.on_host or self._devices):
             count = errors.counted(len(rest), "tensor")
             yield f"in mfload's memory, since {name} can't allocate such dtypes: {count}"
@@ -556,6 +560,10 @@ class Session:
             planned = self.plan(batch)
         plan = planned.plan
         times.append(time.perf_counter())
+        there: allocate.Allocators = {}
+        if self._devices:
+            specs = allocate.not_lent(plan) if self._lends else plan.buffers
+            there = allocate.allocators(specs, self.adapter, self._options.allocator)
         self.check_batch(planned)
         memory: list[Any] = []
         lent: dict[int, Lent] = {}
@@ -563,7 +571,7 @@ class Session:
         def take() -> None:
             if self._lends:
                 lent.update(allocate.lend(plan, self.adapter))
-            given = plan, self._sources, self.adapter, lent, self._options.allocator
+            given = plan, self._sources, self.adapter, lent, there, self._options.allocator
             # A map reads from the disk, and a device may be busy: to get their memory may hang.
             get = functools.partial(allocate.allocate, *given)
             if self._devices and deadline.seconds is not None:
