@@ -107,8 +107,8 @@ def allocators(specs: Sequence[BufferSpec], adapter: Adapter, allocator: str) ->
     It is the adapter; for `allocator="mfload"`, the device.
     """
     sizes: dict[int, list[int]] = {}
-    for nbytes, _, device in specs:
-        if device is not None:
+    for nbytes, source, device in specs:
+        if device is not None and source is None:
             sizes.setdefault(device, []).append(nbytes)
     if allocator == "mfload":
         return {device: adapter.devices[device].allocate for device in sizes}
@@ -176,8 +176,8 @@ def _together(plan: Plan, lent: Mapping[int, Lent]) -> dict[int, int]:
     """Bytes of the buffers of a device that follow each other, by the number of the first."""
     groups: dict[int, int] = {}
     first: dict[int, int] = {}
-    for number, (nbytes, _, device) in enumerate(plan.buffers):
-        if device is None or number in lent:
+    for number, (nbytes, source, device) in enumerate(plan.buffers):
+        if device is None or source is not None or number in lent:
             continue
         size, start = -(-nbytes // _ROUNDED) * _ROUNDED, first.get(device)
         if start is None or groups[start] + size > DEVICE_BUFFER:
