@@ -760,6 +760,22 @@ def test_the_command(
     assert routes == [engines[n] if n in offered else None for n in ("cuda_ipc", "http")]
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_within_a_time_and_with_progress(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, copy: bool
+) -> None:
+    """Both are of all bytes, whether or not they are copied."""
+    arrays, told = _arrays(), list[int]()
+    _land(monkeypatch)
+    peer = PeerOptions(transports=("cuda_ipc",), copy=copy)
+    options = Options(peer=peer, timeout=60)
+    with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+        given: Any = {"progress": lambda done, _: told.append(done), "options": options}
+        _same(mfload.load(seed.url, "numpy", **given), arrays)
+    size = sum(each.nbytes for each in arrays.values())
+    assert told[-1] == size
+
+
 def test_plans_and_streams(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan says that nothing is read or held; a stream has arrays in the seed's memory, too."""
     arrays = _arrays()
@@ -789,8 +805,8 @@ def test_weights_that_change_while_they_are_taken(
         with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
             real = cuda_ipc.CudaIpcWay.open
 
-            def opened(way: Any, seed: Any = seed, real: Any = real) -> None:
-                real(way)
+            def opened(way: Any, lease: Any, seed: Any = seed, real: Any = real) -> None:
+                real(way, lease)
                 seed.update(_devices(arrays))
 
             monkeypatch.setattr(cuda_ipc.CudaIpcWay, "open", opened)
