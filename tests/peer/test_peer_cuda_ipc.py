@@ -463,6 +463,37 @@ def test_neighbours_are_copied_at_once(
             assert made == (copies if not gap else len(found))
 
 
+def test_what_lies_between_neighbours_is_not_copied(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three that lie alike on both sides, the one between is converted on the host."""
+    arrays = {name: np.arange(256, dtype=np.float16) + n for n, name in enumerate("abc")}
+    row, rows = OnDevice(np.concatenate([*arrays.values()])), list[Held]()
+    for n, (name, array) in enumerate(arrays.items()):
+        memory = cuda_ipc.DeviceMemory(row.device, row.address + 512 * n, 512, row)
+        rows.append(_row(name, array, memory))
+    _land(monkeypatch)
+    peer = PeerOptions(transports=("cuda_ipc",), copy=True)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        given: Any = {"dtype": {"b": "int16"}, "options": Options(peer=peer)}
+        found = mfload.load(seed.url, "numpy", **given)
+    _same(found, {**arrays, "b": arrays["b"].astype(np.int16)})
+
+
+@pytest.mark.parametrize("call", ["memcpyAsync", "streamSynchronize"])
+def test_a_copy_on_the_device_that_fails(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """At once or late, it is an error of the seed, for which there may be a fall-back."""
+    _land(monkeypatch)
+    peer = PeerOptions(transports=("cuda_ipc",), copy=True)
+    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+        machine.fail[call] = 719
+        with pytest.raises(errors.ReadError, match="device memory can't be read"):
+            mfload.load(seed.url, "numpy", options=Options(peer=peer))
+        machine.fail.clear()
+
+
 def test_parts_of_what_a_seed_holds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns are copied by devices; steps and other dtypes pass through the host."""
     arrays = {"x": np.arange(6000, dtype=np.float32).reshape(60, 10, 10)}
