@@ -95,9 +95,9 @@ class Options:
             file or is to keep it, else direct. Onto a CUDA device: "pinned" (through page-locked
             memory) or "gds" (through cuFile); "pread" and "direct" say how pinned memory is filled,
             and with "mmap" the framework copies from the map.
-        allocator: Whose memory holds the arrays: "mfload", "framework" (JAX can donate such
-            arrays), or "auto": mfload's on the host; on a CUDA device XLA's pool for JAX, the
-            framework's own for TensorFlow and Paddle, mfload's for PyTorch and CuPy.
+        allocator: Whose memory holds the arrays: "mfload", "framework" (which JAX on a CPU can
+            donate), or "auto": mfload's on the host; on a CUDA device XLA's pool for JAX, and the
+            framework's own for the others.
         exchange: Whether processes read for each other. "never": each reads its own shards;
             "once": every byte is read by one process and sent on; "auto": decided by how many
             bytes would be read more than once.

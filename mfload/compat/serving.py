@@ -156,11 +156,11 @@ class _Kept:
     def __repr__(self) -> str:
         return repr(self._part)
 
-    def read(self, lent: Any = None, *, unknown: bool = False, more: bool = False) -> Any:
+    def read(self, lent: Any = None, *, unknown: bool = False) -> Any:
         kept = self._kept.get(self._indices)
         if lent is not None:
             if kept is None:
-                return self._part.read(lent, more=more)
+                return self._part.read(lent)
             return lent.array.copy_(kept.view(lent.array.shape))
         if kept is None:
             kept = self._kept[self._indices] = self._part.read(unknown=unknown)

@@ -93,6 +93,9 @@ class Adapter:
         slices_are_views: Whether `array[:, n]` is known to lie in the memory of the array.
         on_host: Whether the arrays stay in host memory.
         lends_held: Whether what it lends is held already, so that a load needs no more for it.
+        allocates: Whether `allocate` takes memory of the framework's allocator, as `pool` counts.
+        alone: Bytes from which on a tensor has a buffer of its own from `allocate`. Default: all
+            tensors share buffers.
         devices: Those in whose memory results land; an `Allocation` names them by number.
         notes: Remarks for the user, such as why nothing lands on the device.
     """
@@ -103,7 +106,8 @@ class Adapter:
     readonly_maps = False
     slices_are_views = counts_items = False
     on_host = True
-    lends_held = False
+    lends_held = allocates = False
+    alone: int | None = None
 
     def __init__(
         self, place: Any = None, device: Device | None = None, notes: tuple[str, ...] = ()
@@ -117,6 +121,7 @@ class Adapter:
         self.name, self.forms, self.alignment = other.name, other.forms, other.alignment
         self.readonly_maps, self.on_host = other.readonly_maps, other.on_host
         self.slices_are_views, self.counts_items = other.slices_are_views, other.counts_items
+        self.allocates, self.alone = other.allocates, other.alone
 
     def uncommitted(self) -> Adapter:
         """Makes it give arrays that computations may move, as none asked for the device; itself.
@@ -160,12 +165,33 @@ class Adapter:
         ]
 
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
-        """Memory for a buffer of several arrays, on the device of that number.
+        """Memory for a buffer, on the device of that number (see `allocating`).
 
-        When this returns, nothing that ran before still uses it. Raises MemoryLimitError if it is
-        refused. Default: mfload's own, not of the framework's allocator.
+        Raises MemoryLimitError if it is refused. Default: mfload's own.
         """
         return self.devices[number].allocate(nbytes)
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        """What allocates the buffers of one load on a device, of these sizes in this order.
+
+        Returns at once. Default: `allocate`.
+        """
+        del sizes
+        return functools.partial(self.allocate, number)
+
+    def reserve(self, number: int, nbytes: int) -> None:
+        """Prepares for the next calls of `allocate` for that device, which take so much together.
+
+        An allocator that asks its driver for memory may ask once for all. Default: does nothing.
+        """
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """What `allocate` is called in; at its end, nothing that ran before uses the memory.
+
+        Allocators of frameworks give memory that was freed to the next array on the same stream,
+        where kernels that were started before may still use it.
+        """
+        return contextlib.nullcontext()
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         """An uninitialised array and its address for each type of the framework and shape.

@@ -78,8 +78,17 @@ class SeveralAdapter(Adapter):
     def follow(self) -> AbstractContextManager[object]:
         return _all([part.follow() for part in self._parts])
 
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._owners[self.devices[number]].allocator(0, sizes)
+
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._owners[self.devices[number]].allocate(0, nbytes)
+
+    def reserve(self, number: int, nbytes: int) -> None:
+        self._owners[self.devices[number]].reserve(0, nbytes)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        return _all([part.allocating() for part in self._parts])
 
     def pool(self, number: int) -> Pool | None:
         return self._owners[self.devices[number]].pool(0)
@@ -163,8 +172,17 @@ class InPlaceAdapter(Adapter):
         rest = iter(self._new.lend(new) if new else ())
         return [next(rest) if memory is None else Lent(None, memory) for memory in held]
 
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._new.allocator(number, sizes)
+
     def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
         return self._new.allocate(number, nbytes)
+
+    def reserve(self, number: int, nbytes: int) -> None:
+        self._new.reserve(number, nbytes)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        return self._new.allocating()
 
     def pool(self, number: int) -> Pool | None:
         return self._new.pool(number) if number < len(self._new.devices) else None

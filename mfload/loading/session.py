@@ -8,7 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter, itemgetter
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -417,7 +417,11 @@ class Session:
                 )
         where = self.allocations or itertools.repeat(HOST)
         pairs = list(zip(self.requests, where, strict=False))
-        rest = {request.info.name for request, each in pairs if each.owner == "mfload"}
+        rest = {
+            request.info.name
+            for request, each in pairs
+            if each.owner == "mfload" and not (self.adapter.allocates and each.device is not None)
+        }
         if asked == "framework" and rest and (self.adapter.on_host or self._devices):
             count = errors.counted(len(rest), "tensor")
             yield f"in mfload's memory, since {name} can't allocate such dtypes: {count}"
@@ -439,6 +443,7 @@ class Session:
             costs=self.limits.costs,
             allocations=allocations,
             mapped=self._mapped,
+            alone=None if self._options.allocator == "mfload" else self.adapter.alone,
         )
         copied = plan.copied_bytes if self._copies else {}
         # Slots are gone before the framework copies, so the two don't add up.
@@ -457,7 +462,7 @@ class Session:
         raw = [block for block in plan.blocks if block.decode is None]
         made.staging = staging = slots.staging(raw, methods, most)
         if self._shared is not None:  # Of two sizes alone, so that the next load can use them.
-            block = self.limits.costs.block
+            block = self.limits.slot or self.limits.costs.block
             small = staging.block <= block // _SMALLER
             block = max(staging.block, block // _SMALLER if small else block)
             made.staging = staging = staging._replace(block=block)
@@ -543,9 +548,11 @@ class Session:
             return
         held = self.adapter.lends_held
         for device, nbytes in batch.plan.device_bytes.items():
-            lent = batch.plan.lent_bytes[device]
-            own = nbytes - lent + batch.device_overhead.get(device, 0)
-            allocate.check_device(self.adapter, device, own, 0 if held else lent)
+            beside, lent = batch.device_overhead.get(device, 0), batch.plan.lent_bytes[device]
+            own, lent = nbytes - lent, 0 if held else lent
+            if self.adapter.allocates and self._options.allocator != "mfload":
+                own, lent = 0, own + lent
+            allocate.check_device(self.adapter, device, own + beside, lent)
 
     def _keep_within(self) -> None:
         """Has slots that earlier loads left count for the limits of this one."""
@@ -570,6 +577,10 @@ class Session:
             planned = self.plan(batch)
         plan = planned.plan
         times.append(time.perf_counter())
+        there: allocate.Allocators = {}
+        if self._devices:
+            specs = allocate.not_lent(plan) if self._lends else plan.buffers
+            there = allocate.allocators(specs, self.adapter, self._options.allocator)
         self.check_batch(planned)
         memory: list[Any] = []
         lent: dict[int, Lent] = {}
@@ -577,9 +588,11 @@ class Session:
         def take() -> None:
             if self._lends:
                 lent.update(allocate.lend(plan, self.adapter))
-            given = plan, self._sources, self.adapter, lent, self._options.allocator
+            given = plan, self._sources, self.adapter, lent, there, self._options.allocator
             # A map reads from the disk, and a device may be busy: to get their memory may hang.
             get = functools.partial(allocate.allocate, *given)
+            if self._devices and deadline.seconds is not None:
+                get = functools.partial(_within, self.adapter.follow(), get)
             memory.extend(deadline.bound(get, "mapping files or allocating on a device"))
 
         # On its way to a device, what is read lands in slots first: readers begin at once.
@@ -616,6 +629,11 @@ class Session:
         times.append(time.perf_counter())
         stages += zip(_STAGES, times, times[1:], strict=False)
         return arrays, filled
+
+
+def _within(context: AbstractContextManager[object], call: Callable[[], list[Any]]) -> list[Any]:
+    with context:
+        return call()
 
 
 Fill = Callable[[Plan, list[Any], Session, Sequence[Source]], Filled]

@@ -28,6 +28,9 @@ DEVICE_BUFFER = 256 << 20
 
 Tensors below 1 MiB share none with larger ones there, whose memory a norm would keep."""
 
+SLAB = 16 << 20
+"""The same for the small tensors on a device where large ones have buffers of their own."""
+
 DEVICE_ALIGNMENT = 256
 """Alignment of tensors in device memory, in bytes: that of CUDA's own allocator."""
 
@@ -62,12 +65,15 @@ class Layout:
     Args:
         alignment: Bytes on which every tensor must lie; None for its element's size.
         mapped: Sources that may be mapped instead of read, with their sizes in bytes.
+        alone: Bytes from which on a tensor that lands on a device has a buffer of its own.
     """
 
-    def __init__(self, alignment: int | None, mapped: dict[int, int]) -> None:
+    def __init__(
+        self, alignment: int | None, mapped: dict[int, int], alone: int | None = None
+    ) -> None:
         self.specs: list[BufferSpec] = []
         self._alignment = alignment
-        self._mapped = mapped
+        self._mapped, self._alone = mapped, alone
         self._maps: dict[int, int] = {}
         # Buffers that still take tensors, and how much of each is taken, by device, by whether
         # the framework copies the tensors, and by whether they are small: what is copied shares no
@@ -77,9 +83,10 @@ class Layout:
     def place(
         self, request: Request, nbytes: int, contiguous: int | None, allocation: Allocation
     ) -> tuple[int, int]:
-        """Buffer and first byte; an array of the framework is a buffer of its own."""
+        """Buffer and first byte; an array of the framework has a buffer of its own."""
         device, owner, copied = allocation
-        if owner == "framework":
+        alone = device is not None and self._alone is not None and nbytes >= self._alone
+        if owner == "framework" or alone:
             self.specs.append(BufferSpec(nbytes, None, device))
             return len(self.specs) - 1, 0
         if device is None:
@@ -171,7 +178,7 @@ class Layout:
         if follows and cursor:
             # Follow the file where it leads to an aligned place; it mostly does.
             at = -(-cursor // align) * align
-        most = BUFFER if device is None else DEVICE_BUFFER
+        most = BUFFER if device is None else DEVICE_BUFFER if self._alone is None else SLAB
         if number < 0 or at + nbytes > most + _PAGE:
             if number >= 0:
                 self.specs[number] = BufferSpec(cursor, None, device)

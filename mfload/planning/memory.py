@@ -69,6 +69,7 @@ class Limits:
     Attributes:
         batches: Positions of the requests that are loaded together.
         costs: How large a read may be, so that all slots together stay within the limits.
+        slot: Bytes that a slot is made for where others use it after this load; else None.
         growth: How many times the bytes of a block it takes to put it in order on the host.
         least: The least `max_host_overhead` that leaves room for all slots.
         least_on_device: The same for `max_device_overhead`.
@@ -87,7 +88,8 @@ class Limits:
         if True in map(_COPIED, allocations):
             self.batches = [*batches(requests, allocations, options)]
         self.growth = self.least_on_device = 0
-        threads, limit = readers.threads, self._limit
+        self.slot: int | None = None
+        threads, limit, nbytes = readers.threads, self._limit, 0
         count, block = threads, _COLD_BLOCK if readers.cold else readers.costs.block
         there: list[Request] = []
         for request, allocation in zip(requests, allocations, strict=True) if allocations else ():
@@ -98,7 +100,8 @@ class Limits:
             # Page-locking memory takes long: its default is bounded as well.
             limit = OVERHEAD if limit is None else limit
             count = threads * readers.depth
-            share = sum(request.nbytes for request in there) // _PINNED // count // _PAGE * _PAGE
+            nbytes = sum(request.nbytes for request in there)
+            share = nbytes // _PINNED // count // _PAGE * _PAGE
             block = min(readers.slot, _COLD_SLOT) if readers.cold else readers.slot
             block = block if readers.kept else min(block, max(_LEAST_SLOT, share))
         if readers.decodes:
@@ -131,6 +134,10 @@ class Limits:
                 raise too_small("max_device_overhead", self.least_on_device, limit)
             staged, block = min(self.costs.staged, block), min(self.costs.block, block)
             self.costs = self.costs._replace(block=block, staged=staged)
+        if there and readers.kept and self.costs.concurrency is None:
+            # Slots are as large as they may be; a read of one tensor is shared out all the same.
+            self.slot, share = self.costs.block, nbytes // threads // _PAGE * _PAGE
+            self.costs = self.costs._replace(block=min(self.slot, max(_LEAST_SHARE, share)))
 
     def slots(self, read_bytes: int, staged: int, decoding: int = 0) -> int:
         """The most bytes of slots of a plan of which nothing lands on a device.

@@ -156,6 +156,7 @@ def make_plan(
     mapped: dict[int, int] | None = None,
     given: Sequence[tuple[int, int]] | None = None,
     specs: Sequence[BufferSpec] = (),
+    alone: int | None = None,
 ) -> Plan:
     """Plans a load; bytes that several requests want of a tensor are read once.
 
@@ -167,8 +168,9 @@ def make_plan(
             what is contiguous, unconverted and aligned in the file is; the rest is read.
         given: Buffer and first byte of each request in buffers of `specs`. Default: laid out by
             `alignment`, `allocations` and `mapped`.
+        alone: Bytes from which on a tensor that lands on a device has a buffer of its own.
     """
-    layout, reads = Layout(alignment, mapped or {}), Reads(costs or Costs())
+    layout, reads = Layout(alignment, mapped or {}, alone), Reads(costs or Costs())
     if isinstance(requests, WholeTensors) and requests and not allocations and given is None:
         return _in_columns(requests, alignment, layout, reads)
     places: list[Any] = [None] * len(requests)

@@ -77,6 +77,10 @@ class FakeStream:
         self._queue = queue
         self._open = True
 
+    @property
+    def handle(self) -> int:
+        return id(self._queue)
+
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
         host = self._host(source, span(rows))
         if not self._begin("copy_in", rows.count * rows.nbytes, target, at, host is not None):
