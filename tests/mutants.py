@@ -153,12 +153,12 @@ def survives(mutant: Mutant, copy: Path) -> bool:
         place.write_bytes(raw)
 
 
-def _passes(copy: Path, suite: str) -> bool:
+def _passes(copy: Path, suite: str, output: int | None = subprocess.DEVNULL) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", "--timeout", "30"]
     where = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     with subprocess.Popen(
         [*command, "-p", "no:cacheprovider", *suite.split()], cwd=copy, env=where,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        stdout=output, stderr=output, start_new_session=True,
     ) as running:  # fmt: skip
         try:
             return running.wait(_SECONDS) == 0
@@ -188,7 +188,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         copies = [_copied(Path(folder) / str(n) / "mfload") for n in range(asked.at_once)]
         for suite in {suite for each in chosen for suite in ROOMS[each.module][1]}:
-            if not _passes(copies[0], suite):
+            if not _passes(copies[0], suite, None):
                 print(f"fails without a mutant: {suite}", file=sys.stderr)
                 return 2
         for number, mutant in enumerate(_survivors(chosen, copies), start=1):
