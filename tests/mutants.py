@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import concurrent.futures
+import multiprocessing
 import os
 import queue
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -27,6 +29,9 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = ROOT / "tests" / "mutants.toml"
+_processes = multiprocessing.get_context("forkserver")
+# What each process of tests has imported when it begins.
+_processes.set_forkserver_preload(["hypothesis.strategies", "ml_dtypes", "numpy", "pytest"])
 _SECONDS = 600
 """Of a run of a suite. A mutant that takes longer hangs, which is seen."""
 
@@ -155,18 +160,30 @@ def survives(mutant: Mutant, copy: Path, suites: Sequence[str]) -> bool:
         place.write_bytes(raw)
 
 
-def _passes(copy: Path, suite: str, output: int | None = subprocess.DEVNULL) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", "--timeout", "30"]
-    where = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        [*command, "-p", "no:cacheprovider", *suite.split()], cwd=copy, env=where,
-        stdout=output, stderr=output, start_new_session=True,
-    ) as running:  # fmt: skip
-        try:
-            return running.wait(_SECONDS) == 0
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, 9)
-            return False
+def _passes(copy: Path, suite: str, shown: bool = False) -> bool:
+    running = _processes.Process(target=_run, args=(str(copy), suite, shown))
+    running.start()
+    running.join(_SECONDS)
+    if running.exitcode is None:
+        os.killpg(running.pid or 0, signal.SIGKILL)
+        running.join()
+    return running.exitcode == 0
+
+
+def _run(copy: str, suite: str, shown: bool) -> None:
+    os.setsid()
+    os.chdir(copy)
+    os.environ.update(PYTHONPATH=copy, PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, copy)
+    if not shown:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+    import pytest
+
+    how = ["-x", "-q", "--timeout=30", "--assert=plain", "-p", "no:cacheprovider", "-m", "not gpu"]
+    sys.exit(pytest.main([*how, *suite.split()]))
 
 
 def main() -> int:
@@ -192,7 +209,7 @@ def main() -> int:
         copies = [_copied(Path(folder) / str(n) / "mfload") for n in range(asked.at_once)]
         most = 1 if asked.near else None
         for suite in {suite for each in chosen for suite in ROOMS[each.module][1][:most]}:
-            if not _passes(copies[0], suite, None):
+            if not _passes(copies[0], suite, shown=True):
                 print(f"fails without a mutant: {suite}", file=sys.stderr)
                 return 2
         for number, mutant in enumerate(_survivors(chosen, copies, most), start=1):
@@ -235,6 +252,7 @@ def _survivors(
 def _copied(place: Path) -> Path:
     left = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, place, ignore=left, symlinks=True)
+    compileall.compile_dir(place, quiet=2)  # No run of tests does.
     return place
 
 
