@@ -29,7 +29,7 @@ ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready .venv/tunix/.ready \
   $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
 
 .PHONY: demo test lint core compat frameworks meshes worlds oldest newest gpu fresh docs package clean \
-  nixl etcd $(SEAMS)
+  mutants nixl etcd $(SEAMS)
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
@@ -115,6 +115,11 @@ else
 newest:
 	@echo "newest versions: SKIPPED, no Python 3.12 or 3.13 was found beside $(PYTHON)"
 endif
+
+# Breaks the GPU's code, one place at a time, and names the breaks that no test sees. `make mutants
+# MUTANTS="--near cuda/staging cuda/engine"` for those of some modules, with their nearest suites.
+mutants: .venv/test/.ready
+	$(TEST)/python tests/mutants.py $(MUTANTS)
 
 # On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`.
 gpu:

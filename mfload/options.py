@@ -107,8 +107,10 @@ class Options:
             bytes would be read more than once.
         page_cache: Whether the next load is to find in the page cache what this one reads from the
             disk. "keep": yes; "bypass": no, it is read with O_DIRECT where the file takes it;
-            "auto": yes if the load reads at most a quarter of the available memory.
-        threads: Number of reader threads. Default: chosen from the cores and the engine.
+            "auto": yes if the load reads at most a quarter of the available memory, and O_DIRECT
+            does not prove much faster while it reads.
+        threads: Number of reader threads. Default: chosen from the cores and the engine; of large
+            cold files, the number that is fastest while they are read.
         timeout: Seconds after which a call raises LoadTimeoutError; of what was opened, for each
             request. Readers that hang keep the buffers that they fill until their reads return.
             Default: never.

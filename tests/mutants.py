@@ -11,45 +11,61 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import concurrent.futures
+import multiprocessing
 import os
 import queue
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = ROOT / "tests" / "mutants.toml"
-_SECONDS = 240
-"""Of a run of the suites. A mutant that takes longer hangs, which is seen."""
+_processes = multiprocessing.get_context("forkserver")
+# What each process of tests has imported when it begins.
+_processes.set_forkserver_preload(["hypothesis.strategies", "ml_dtypes", "numpy", "pytest"])
+_SECONDS = 600
+"""Of a run of a suite. A mutant that takes longer hangs, which is seen."""
 
-_DEVICES = ("tests/devices",)
-_FIRST = ("staging", "overlap", "kits", "cupy_stub", "cupy_loads", "faults", "loads")
-_CUDA = (*(f"tests/devices/test_{name}.py" for name in _FIRST), *_DEVICES)
 # What adapters do with memory of their frameworks.
 _MEMORY = ("_copy", "_current", "_write", "allocate", "allocating", "empty", "follow", "reserve",
-           "slab")  # fmt: skip
-# A module, the functions of it that are looked at (all, if none is named), and its suites.
+           "slabs")  # fmt: skip
+
+
+def _tests(room: str, *names: str) -> str:
+    return " ".join(f"tests/{room}/test_{name}.py" for name in names)
+
+
+# A module, the functions of it that are looked at (all, if none is named), and its suites: the one
+# that sees most comes first, and the rest where that sees nothing.
 ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    **{f"mfload/cuda/{name}.py": ((), _CUDA)
-       for name in ("copies", "cupy_device", "engine", "memory", "staging")},
-    "mfload/cuda/cufile.py": (
-        (), tuple(f"tests/devices/test_{name}.py" for name in ("cufile", "gds", "gds_loads"))),
+    "mfload/cuda/copies.py": ((), (_tests("devices", "copies", "loads"), "tests/devices")),
+    "mfload/cuda/cupy_device.py": (
+        (), (_tests("devices", "cupy_stub", "cupy_loads"), "tests/devices")),
+    "mfload/cuda/engine.py": ((), (_tests("devices", "overlap", "faults"), "tests/devices")),
+    "mfload/cuda/memory.py": ((), (_tests("devices", "memory", "fake"), "tests/devices")),
+    "mfload/cuda/staging.py": (
+        (), (_tests("devices", "staging", "overlap", "kits", "slots"), "tests/devices")),
+    "mfload/cuda/cufile.py": ((), (_tests("devices", "cufile", "gds", "gds_loads"),)),
+    "mfload/io/buffers.py": (
+        ("_Map", "never_forked"), (_tests("devices", "slots"), _tests("io", "buffers"))),
     "mfload/frameworks/cupy_adapter.py": (
-        _MEMORY, ("tests/devices/test_cupy_memory.py", "tests/frameworks/test_cupy.py")),
+        _MEMORY, (_tests("devices", "cupy_memory"), _tests("frameworks", "cupy"))),
     "mfload/frameworks/torch_memory.py": (
-        (), ("tests/frameworks/test_torch_pool.py", "tests/frameworks/test_torch_into.py")),
+        (), (_tests("frameworks", "torch_pool"), _tests("frameworks", "torch_into"))),
     "mfload/frameworks/torch_adapter.py": (
-        _MEMORY, ("tests/frameworks/test_torch_pool.py", "tests/frameworks/test_torch.py")),
-    "mfload/frameworks/jax_memory.py": (_MEMORY, ("tests/frameworks/test_jax_landing.py",)),
-    "mfload/peer/cuda_ipc.py": ((), ("tests/peer/test_peer_cuda_ipc.py",)),
+        _MEMORY, (_tests("frameworks", "torch_pool"), _tests("frameworks", "torch"))),
+    "mfload/frameworks/jax_memory.py": (
+        _MEMORY, (_tests("frameworks", "jax_waits"), _tests("frameworks", "jax_landing"))),
+    "mfload/peer/cuda_ipc.py": ((), (_tests("peer", "peer_cuda_waits", "peer_cuda_ipc"),)),
 }  # fmt: skip
 
 
@@ -95,8 +111,8 @@ class _Finder(ast.NodeVisitor):
             self._inside.append(node.name)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
             self._add("without", node, "pass")
-        elif isinstance(node, ast.Assign) and len(self._inside) > 1:
-            if all(isinstance(each, ast.Subscript) for each in node.targets):
+        elif isinstance(node, ast.Assign) and self._inside[-1] not in ("", "__init__"):
+            if all(isinstance(each, ast.Subscript | ast.Attribute) for each in node.targets):
                 self._add("without", node, "pass")
         elif isinstance(node, ast.If | ast.IfExp | ast.While):
             self._add("if not", node.test, "not (@)")
@@ -106,7 +122,7 @@ class _Finder(ast.NodeVisitor):
                     self._add(
                         "outside of", item.context_expr, "__import__('contextlib').nullcontext()"
                     )
-        elif isinstance(node, ast.keyword) and isinstance(node.value, ast.Constant):
+        elif isinstance(node, ast.keyword) and getattr(node.value, "value", None) is True:
             self._add("without", node, "**{}")
         if isinstance(node, ast.Assign) and len(self._inside) == 1:
             parts = [each for each in ast.walk(node.value) if isinstance(each, ast.expr)]
@@ -133,30 +149,41 @@ def mutants() -> Iterator[Mutant]:
         yield from finder.found
 
 
-def survives(mutant: Mutant, copy: Path) -> bool:
-    """Whether the suites of a module pass on a copy of the repository that it is put into."""
+def survives(mutant: Mutant, copy: Path, suites: Sequence[str]) -> bool:
+    """Whether suites pass on a copy of the repository that it is put into."""
     place = copy / mutant.module
     raw = (ROOT / mutant.module).read_bytes()
     place.write_bytes(raw[: mutant.start] + mutant.instead.encode() + raw[mutant.stop :])
     try:
-        return _passes(copy, ROOMS[mutant.module][1])
+        return all(_passes(copy, suite) for suite in suites)
     finally:
         place.write_bytes(raw)
 
 
-def _passes(copy: Path, suites: tuple[str, ...]) -> bool:
-    there = [suite for suite in suites if (copy / suite).exists()]
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", "--timeout", "30"]
-    where = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        [*command, "-p", "no:cacheprovider", *there], cwd=copy, env=where,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    ) as running:  # fmt: skip
-        try:
-            return running.wait(_SECONDS) == 0
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, 9)
-            return False
+def _passes(copy: Path, suite: str, shown: bool = False) -> bool:
+    running = _processes.Process(target=_run, args=(str(copy), suite, shown))
+    running.start()
+    running.join(_SECONDS)
+    if running.exitcode is None:
+        os.killpg(running.pid or 0, signal.SIGKILL)
+        running.join()
+    return running.exitcode == 0
+
+
+def _run(copy: str, suite: str, shown: bool) -> None:
+    os.setsid()
+    os.chdir(copy)
+    os.environ.update(PYTHONPATH=copy, PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, copy)
+    if not shown:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+    import pytest
+
+    how = ["-x", "-q", "--timeout=30", "--assert=plain", "-p", "no:cacheprovider", "-m", "not gpu"]
+    sys.exit(pytest.main([*how, *suite.split()]))
 
 
 def main() -> int:
@@ -165,6 +192,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help="of identifiers; default: all")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--at-once", type=int, default=cores, help="default: %(default)s")
+    parser.add_argument("--near", action="store_true", help="runs the first suite of each alone")
     parser.add_argument("--list", action="store_true", help="names them, and runs none")
     asked = parser.parse_args()
     chosen = [
@@ -176,45 +204,55 @@ def main() -> int:
         print("\n".join(each.identifier for each in chosen))
         return 0
     known: dict[str, str] = tomllib.loads(KNOWN.read_text())["survivors"]
-    new: list[str] = []
+    begun, alive = time.monotonic(), set[str]()
     with tempfile.TemporaryDirectory() as folder:
-        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
-        for n in range(asked.at_once):
-            copies.put(_copied(Path(folder) / str(n) / "mfload"))
-        copy = copies.get()
-        for suites in {ROOMS[each.module][1] for each in chosen}:
-            if not _passes(copy, suites):
-                print(f"the suites fail without a mutant: {' '.join(suites)}", file=sys.stderr)
+        copies = [_copied(Path(folder) / str(n) / "mfload") for n in range(asked.at_once)]
+        most = 1 if asked.near else None
+        for suite in {suite for each in chosen for suite in ROOMS[each.module][1][:most]}:
+            if not _passes(copies[0], suite, shown=True):
+                print(f"fails without a mutant: {suite}", file=sys.stderr)
                 return 2
-        copies.put(copy)
-
-        def one(mutant: Mutant) -> bool:
-            mine = copies.get()
-            try:
-                return survives(mutant, mine)
-            finally:
-                copies.put(mine)
-
-        begun, survived = time.monotonic(), 0
-        with concurrent.futures.ThreadPoolExecutor(asked.at_once) as pool:
-            for mutant, alive in zip(chosen, pool.map(one, chosen), strict=True):
-                survived += alive
-                if alive and mutant.identifier not in known:
-                    new.append(mutant.identifier)
+        for number, mutant in enumerate(_survivors(chosen, copies, most), start=1):
+            if mutant is not None:
+                alive.add(mutant.identifier)
+                if mutant.identifier not in known:
                     print(f"SURVIVES {mutant.identifier}", flush=True)
-                elif not alive and mutant.identifier in known:
-                    print(f"seen now, though listed: {mutant.identifier}", flush=True)
-    gone = known.keys() - {each.identifier for each in mutants()}
-    for identifier in sorted(gone):
+            if not number % 20:
+                print(f"{number} of {len(chosen)}", file=sys.stderr, flush=True)
+    for each in chosen:
+        if each.identifier in known.keys() - alive:
+            print(f"seen now, though listed: {each.identifier}")
+    for identifier in sorted(known.keys() - {each.identifier for each in mutants()}):
         print(f"listed, but not in the code: {identifier}")
-    took = time.monotonic() - begun
-    print(f"{len(chosen)} mutants, {survived} survive, {len(new)} of them not listed; {took:.0f} s")
-    return int(bool(new))
+    new, took = len(alive - known.keys()), time.monotonic() - begun
+    print(f"{len(chosen)} mutants, {len(alive)} survive, {new} of them not listed; {took:.0f} s")
+    return int(new > 0)
+
+
+def _survivors(
+    chosen: list[Mutant], copies: list[Path], most: int | None
+) -> Iterator[Mutant | None]:
+    """Those that survive, in order, and None for each other one."""
+    free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def tried(mutant: Mutant) -> Mutant | None:
+        copy = free.get()
+        try:
+            suites = ROOMS[mutant.module][1][:most]
+            return mutant if survives(mutant, copy, suites) else None
+        finally:
+            free.put(copy)
+
+    with concurrent.futures.ThreadPoolExecutor(len(copies)) as pool:
+        yield from pool.map(tried, chosen)
 
 
 def _copied(place: Path) -> Path:
     left = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, place, ignore=left, symlinks=True)
+    compileall.compile_dir(place, quiet=2)  # No run of tests does.
     return place
 
 

@@ -61,6 +61,8 @@ class DeviceWorker:
     ) -> None:
         self._share, self._device = share, device
         self._kit = kit = KITS.take(device, staging)
+        for slot in kit.slots:
+            slot.tell(note)
         self._memory = memory
         self._methods = staging.methods
         self._observer = observer

@@ -34,6 +34,7 @@ from mfload.sources.base import Costs, Source
 # What only some loads need is imported where it is used.
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
+    from mfload.io.trial import Trial
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
     from mfload.report import Report
@@ -44,9 +45,12 @@ _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
 _SMALLER = 8  # The part of a slot of full size that small reads have.
+# A trial comes to at least so many readers, since one alone depends on every delay; and past the
+# page cache to no more than `_MOST_TRIED`, for which `max_host_overhead` must leave room, in bytes.
+_FEWEST_TRIED, _MOST_TRIED, _ROOM = 2, 16, 128 << 20
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
-_DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
+_DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
 _FIRST = itemgetter(0)
 
 
@@ -78,7 +82,10 @@ class Shared:
         legs: The route of files, by their numbers. If it is known what all take, the first load
             chooses for all; else the first one of some MiB for those that land in the same place.
         crew: The threads.
+        trial: Goes on from one load to the next, if it is known what all take.
     """
+
+    trial: Trial | None = None
 
     def __init__(self, wanted: Mapping[int, int] | None) -> None:
         from mfload.io.threads import Crew
@@ -202,9 +209,11 @@ class Session:
         limits: Batches, and how large a read may be.
         notes: What was decided without being asked for.
         recorder: Records what threads do, for a report.
+        trial: Finds out how cold files are best read; None if there is too little to read.
     """
 
     recorder: Recorder | None = None
+    trial: Trial | None = None
 
     def __init__(
         self,
@@ -283,7 +292,13 @@ class Session:
 
             self.route = near.legs(self.route, self.requests, self.allocations, sources)
         legs = self.route.values()
-        self._direct = any(map(_DIRECT, legs))
+        # Of a stream, all of it counts.
+        of_all = wanted if shared is None or shared.wanted is None else shared.wanted
+        tries = alone and not apart and sum(of_all.values()) >= routing.TRIED
+        tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
+        room = options.max_host_overhead
+        tries = tries and (room is None or room >= _ROOM)
+        self._direct = any(map(_DIRECT, legs)) or (tries and any(map(_EITHER, legs)))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
         for number, leg in self.route.items():
@@ -296,6 +311,8 @@ class Session:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
         chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
+        if tries and self._direct:
+            chosen = max(chosen, _MOST_TRIED)
         self.threads, self.used = options.threads or chosen, 0
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
@@ -311,6 +328,8 @@ class Session:
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
             readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
+        if tries and (options.threads is None or any(map(_EITHER, legs))):
+            self._begin_trial(sum(of_all.values()))
         self.notes = (*index.notes, *adapter.notes)
         for name in sorted(dtypes.NARROW.keys() & map(_FIRST, self._known)):
             if (kind := adapter.forms[name].type) != name:
@@ -323,6 +342,21 @@ class Session:
             )
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
+
+    def _begin_trial(self, nbytes: int) -> None:
+        """Begins to try how the files, which are cold, are best read, or goes on with that."""
+        from mfload.io.trial import Trial
+
+        shared, asked, count = self._shared, self._options.threads, len(self._devices)
+        if shared is not None and shared.trial is not None:
+            self.trial = shared.trial
+            return
+        through = asked or execute.reader_threads(False, count)
+        how = self.limits.costs.block, asked or max(_FEWEST_TRIED, count), self.threads
+        cold = any(map(_COLD, self.route.values()))
+        self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
+        if shared is not None and shared.wanted is not None:
+            shared.trial = self.trial
 
     def _allocation(self, request: Request) -> Allocation:
         by_host = bool(self.adapter.devices) and request.by_host
@@ -602,6 +636,7 @@ class Session:
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
                 allocate=later,
+                trial=self.trial,
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
@@ -681,7 +716,11 @@ def _describe(
     report.exchanged_bytes = sum(exchanged for _, _, exchanged in filled)
     report.device_peak_bytes = device_memory.peak_bytes()
     report.threads = session.used
-    report.route = tuple((leg.file, leg.engine, leg.why) for leg in session.route.values())
+    legs = session.route.values()
+    if session.trial is not None:
+        found = session.trial.gain, session.trial.way.direct
+        legs = [routing.after_trial(leg, *found) for leg in legs]
+    report.route = tuple((leg.file, leg.engine, leg.why) for leg in legs)
     notes = (*session.notes, *(note for _, notes, _ in filled for note in notes))
     report.notes = tuple(dict.fromkeys(notes))
     for name, start, stop in stages:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -130,6 +131,32 @@ def test_what_is_idle_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kept(device, 1, kits)  # Those that come after it, too.
     while device.pinned and time.monotonic() < begun + 10:
         time.sleep(0.01)
+    device.assert_clean()
+
+
+def test_each_load_says_that_its_slots_are_not_locked(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(fail={"pin": 1})
+    land(monkeypatch, device)
+    for _ in range(2):
+        report = mfload.Report()
+        mfload.load(path, "numpy", options=mfload.Options(threads=1), report=report)
+        assert "from pageable memory" in str(report)
+    assert device.calls["pin"] <= staging.DEPTH
+    device.assert_clean()
+
+
+def test_no_thread_waits_for_what_was_given_back() -> None:
+    device, kits = FakeDevice(), Kits()
+    for _ in range(2):
+        kept(device, 2, kits)
+        timer: Any = kits._timer
+        assert timer.is_alive()
+        kits.give_back()
+        assert kits._timer is None
+        timer.join(10)
+        assert not timer.is_alive()
     device.assert_clean()
 
 
@@ -309,7 +336,9 @@ def test_a_child_has_no_slots_of_its_parent(path: Path, monkeypatch: pytest.Monk
     land(monkeypatch, device)
     mfload.load(path, "numpy", options=mfload.Options(threads=1))
     pins = device.calls["pin"]
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # The idle are waited for by a thread.
+        child = os.fork()
     if not child:
         status = 1
         with suppress(BaseException):

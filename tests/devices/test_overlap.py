@@ -72,12 +72,12 @@ def test_readers_and_copies_overlap(
 def test_a_load_has_readers_by_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are cores for, and as one device of today keeps busy."""
     monkeypatch.setattr(execute, "share_of_cores", lambda: 16)
-    clock = Clock(16)
-    slow_reads(monkeypatch, clock, 8)
+    clock = Clock(execute.reader_threads(direct=False, devices=1))
+    slow_reads(monkeypatch, clock, 10)
     device = TimedDevice(clock, BLOCK)
     arrays.take(monkeypatch, arrays.Arrays(device))
     load(path)
-    assert clock.now <= BLOCKS + 1.5 * (8 + 1)
+    assert clock.now <= BLOCKS + 1.5 * (10 + 1)
     device.assert_clean()
 
 
@@ -93,3 +93,29 @@ def test_devices_copy_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert clock.now <= BLOCKS / 2 + 4
     for device in devices:
         device.assert_clean()
+
+
+def test_memory_is_made_while_the_first_slots_fill(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(2 + 1)  # Two readers, and the thread that loads.
+    slow_reads(monkeypatch, clock, 1)
+    device = TimedDevice(clock, BLOCK / 0.4, allocation=1)
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    load(path, threads=2)
+    assert device.calls["allocate"] == 1
+    assert clock.now < BLOCKS / 2 + 1.5  # And not another second.
+    device.assert_clean()
+
+
+def test_the_next_load_locks_no_pages(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(2)
+    slow_reads(monkeypatch, clock, 1)
+    device = TimedDevice(clock, BLOCK / 0.4, locks=BLOCK / 3)
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    load(path, threads=2)
+    first, locked = clock.now, device.calls["pin"]
+    load(path, threads=2)
+    assert locked == device.calls["pin"] == 2 * staging.DEPTH
+    assert clock.now - first <= BLOCKS / 2 + 2
+    device.assert_clean()
