@@ -116,8 +116,8 @@ newest:
 	@echo "newest versions: SKIPPED, no Python 3.12 or 3.13 was found beside $(PYTHON)"
 endif
 
-# Breaks the GPU's code, one place at a time, and names the breaks that no test sees: a minute for three
-# of them and core. `make mutants MUTANTS="cuda/staging engine"` for those of some modules.
+# Breaks the GPU's code, one place at a time, and names the breaks that no test sees. `make mutants
+# MUTANTS="--near cuda/staging cuda/engine"` for those of some modules, with their nearest suites.
 mutants: .venv/test/.ready
 	$(TEST)/python tests/mutants.py $(MUTANTS)
 

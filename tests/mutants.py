@@ -11,24 +11,29 @@ from __future__ import annotations
 
 import argparse
 import ast
+import compileall
 import concurrent.futures
+import multiprocessing
 import os
 import queue
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 KNOWN = ROOT / "tests" / "mutants.toml"
-_SECONDS = 240
-"""Of a run of the suites. A mutant that takes longer hangs, which is seen."""
+_processes = multiprocessing.get_context("forkserver")
+# What each process of tests has imported when it begins.
+_processes.set_forkserver_preload(["hypothesis.strategies", "ml_dtypes", "numpy", "pytest"])
+_SECONDS = 600
+"""Of a run of a suite. A mutant that takes longer hangs, which is seen."""
 
 # What adapters do with memory of their frameworks.
 _MEMORY = ("_copy", "_current", "_write", "allocate", "allocating", "empty", "follow", "reserve",
@@ -50,6 +55,8 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "mfload/cuda/staging.py": (
         (), (_tests("devices", "staging", "overlap", "kits", "slots"), "tests/devices")),
     "mfload/cuda/cufile.py": ((), (_tests("devices", "cufile", "gds", "gds_loads"),)),
+    "mfload/io/buffers.py": (
+        ("_Map", "never_forked"), (_tests("devices", "slots"), _tests("io", "buffers"))),
     "mfload/frameworks/cupy_adapter.py": (
         _MEMORY, (_tests("devices", "cupy_memory"), _tests("frameworks", "cupy"))),
     "mfload/frameworks/torch_memory.py": (
@@ -104,8 +111,8 @@ class _Finder(ast.NodeVisitor):
             self._inside.append(node.name)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
             self._add("without", node, "pass")
-        elif isinstance(node, ast.Assign) and len(self._inside) > 1:
-            if all(isinstance(each, ast.Subscript) for each in node.targets):
+        elif isinstance(node, ast.Assign) and self._inside[-1] not in ("", "__init__"):
+            if all(isinstance(each, ast.Subscript | ast.Attribute) for each in node.targets):
                 self._add("without", node, "pass")
         elif isinstance(node, ast.If | ast.IfExp | ast.While):
             self._add("if not", node.test, "not (@)")
@@ -142,29 +149,41 @@ def mutants() -> Iterator[Mutant]:
         yield from finder.found
 
 
-def survives(mutant: Mutant, copy: Path) -> bool:
-    """Whether the suites of a module pass on a copy of the repository that it is put into."""
+def survives(mutant: Mutant, copy: Path, suites: Sequence[str]) -> bool:
+    """Whether suites pass on a copy of the repository that it is put into."""
     place = copy / mutant.module
     raw = (ROOT / mutant.module).read_bytes()
     place.write_bytes(raw[: mutant.start] + mutant.instead.encode() + raw[mutant.stop :])
     try:
-        return all(_passes(copy, suite) for suite in ROOMS[mutant.module][1])
+        return all(_passes(copy, suite) for suite in suites)
     finally:
         place.write_bytes(raw)
 
 
-def _passes(copy: Path, suite: str) -> bool:
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not gpu", "--timeout", "30"]
-    where = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
-    with subprocess.Popen(
-        [*command, "-p", "no:cacheprovider", *suite.split()], cwd=copy, env=where,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-    ) as running:  # fmt: skip
-        try:
-            return running.wait(_SECONDS) == 0
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, 9)
-            return False
+def _passes(copy: Path, suite: str, shown: bool = False) -> bool:
+    running = _processes.Process(target=_run, args=(str(copy), suite, shown))
+    running.start()
+    running.join(_SECONDS)
+    if running.exitcode is None:
+        os.killpg(running.pid or 0, signal.SIGKILL)
+        running.join()
+    return running.exitcode == 0
+
+
+def _run(copy: str, suite: str, shown: bool) -> None:
+    os.setsid()
+    os.chdir(copy)
+    os.environ.update(PYTHONPATH=copy, PYTHONDONTWRITEBYTECODE="1")
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, copy)
+    if not shown:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in (1, 2):
+            os.dup2(nowhere, number)
+    import pytest
+
+    how = ["-x", "-q", "--timeout=30", "--assert=plain", "-p", "no:cacheprovider", "-m", "not gpu"]
+    sys.exit(pytest.main([*how, *suite.split()]))
 
 
 def main() -> int:
@@ -173,6 +192,7 @@ def main() -> int:
     parser.add_argument("parts", nargs="*", help="of identifiers; default: all")
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--at-once", type=int, default=cores, help="default: %(default)s")
+    parser.add_argument("--near", action="store_true", help="runs the first suite of each alone")
     parser.add_argument("--list", action="store_true", help="names them, and runs none")
     asked = parser.parse_args()
     chosen = [
@@ -187,11 +207,12 @@ def main() -> int:
     begun, alive = time.monotonic(), set[str]()
     with tempfile.TemporaryDirectory() as folder:
         copies = [_copied(Path(folder) / str(n) / "mfload") for n in range(asked.at_once)]
-        for suite in {suite for each in chosen for suite in ROOMS[each.module][1]}:
-            if not _passes(copies[0], suite):
+        most = 1 if asked.near else None
+        for suite in {suite for each in chosen for suite in ROOMS[each.module][1][:most]}:
+            if not _passes(copies[0], suite, shown=True):
                 print(f"fails without a mutant: {suite}", file=sys.stderr)
                 return 2
-        for number, mutant in enumerate(_survivors(chosen, copies), start=1):
+        for number, mutant in enumerate(_survivors(chosen, copies, most), start=1):
             if mutant is not None:
                 alive.add(mutant.identifier)
                 if mutant.identifier not in known:
@@ -208,7 +229,9 @@ def main() -> int:
     return int(new > 0)
 
 
-def _survivors(chosen: list[Mutant], copies: list[Path]) -> Iterator[Mutant | None]:
+def _survivors(
+    chosen: list[Mutant], copies: list[Path], most: int | None
+) -> Iterator[Mutant | None]:
     """Those that survive, in order, and None for each other one."""
     free: queue.SimpleQueue[Path] = queue.SimpleQueue()
     for copy in copies:
@@ -217,7 +240,8 @@ def _survivors(chosen: list[Mutant], copies: list[Path]) -> Iterator[Mutant | No
     def tried(mutant: Mutant) -> Mutant | None:
         copy = free.get()
         try:
-            return mutant if survives(mutant, copy) else None
+            suites = ROOMS[mutant.module][1][:most]
+            return mutant if survives(mutant, copy, suites) else None
         finally:
             free.put(copy)
 
@@ -228,6 +252,7 @@ def _survivors(chosen: list[Mutant], copies: list[Path]) -> Iterator[Mutant | No
 def _copied(place: Path) -> Path:
     left = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
     shutil.copytree(ROOT, place, ignore=left, symlinks=True)
+    compileall.compile_dir(place, quiet=2)  # No run of tests does.
     return place
 
 

@@ -242,6 +242,9 @@ class Kits:
                 gone.append(self._idle.pop(0)[1])
                 held -= sum(gone[-1].nbytes)
                 gone[-1].count(1)
+            if not self._idle and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         there = bool(gone)
         _close(gone)
         return there
@@ -266,8 +269,8 @@ class Kits:
                 self.give_back()
 
     def _end_idle(self) -> None:
-        self.give_back(KEPT, time.monotonic() - IDLE)
         self._timer = None
+        self.give_back(KEPT, time.monotonic() - IDLE)
         self._watch()
 
 

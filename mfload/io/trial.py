@@ -135,7 +135,7 @@ class Trial:
 def _search(first: int, least: int, most: int, through: int | None, past: bool) -> _Search[None]:
     """Gives ways to measure, and takes their speeds, until the best ones are among them."""
     kept = 0.0
-    start = Way(False, max(least, min(first, through or 0)))
+    start = Way(False, min(first, through or first))
     if through is not None:
         kept = yield start
     if past:
@@ -145,7 +145,7 @@ def _search(first: int, least: int, most: int, through: int | None, past: bool) 
             if speed >= kept * WORTH and (through is None or speed >= WORTH * (yield start)):
                 return
     if through is not None:
-        yield from _climb(start, kept, least, through)
+        yield from _climb(start, kept, min(least, through), through)
 
 
 def _climb(way: Way, speed: float, least: int, most: int) -> _Search[float]:

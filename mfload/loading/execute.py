@@ -131,7 +131,7 @@ def run(
         raw = [block for block in blocks if block.decode is None]
         rounds.append(onto_devices(raw, memory, *how))
         blocks = tuple(block for block in blocks if block.decode is not None)
-    if allocate is not None and (blocks or not threads):
+    if allocate is not None and (blocks or not rounds or not threads):
         allocate()
         allocate = None
     if blocks:

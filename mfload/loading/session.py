@@ -47,9 +47,9 @@ _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
 _SMALLER = 8  # The part of a slot of full size that small reads have.
-# The most readers past the page cache that a trial may come to, and the `max_host_overhead` that
-# leaves room for it, in bytes.
-_MOST_TRIED, _ROOM = 16, 128 << 20
+# A trial comes to at least so many readers, since one alone depends on every delay; and past the
+# page cache to no more than `_MOST_TRIED`, for which `max_host_overhead` must leave room, in bytes.
+_FEWEST_TRIED, _MOST_TRIED, _ROOM = 2, 16, 128 << 20
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
@@ -356,7 +356,7 @@ class Session:
             self.trial = shared.trial
             return
         through = asked or execute.reader_threads(False, count)
-        how = self.limits.costs.block, asked or max(1, count), self.threads
+        how = self.limits.costs.block, asked or max(_FEWEST_TRIED, count), self.threads
         cold = any(map(_COLD, self.route.values()))
         self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
         if shared is not None and shared.wanted is not None:

@@ -138,7 +138,7 @@ class _Lender:
     """
 
     def __init__(self, data: Data, rows: bytes) -> None:
-        self._data: Data | None = data
+        self._data = data  # Until the thread ends.
         self._rows = _LENGTH.pack(len(rows)) + rows
         self.name, self._listener = memfd.listening()
         # Not epoll: a fork that closes its own copies would take them out of the parent's.
@@ -159,7 +159,6 @@ class _Lender:
                 self._selector.unregister(each)  # Readers say nothing: it is the end.
                 each.close()
                 self.leases -= each is not self._listener
-        self._data = None
 
     def _lend(self) -> None:
         try:
@@ -250,9 +249,9 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
             raise ValueError("another size")
     except (errors.FormatError, TypeError, ValueError):
         raise errors.HeaderError(what, file=remote.name) from None
-    way = CudaIpcWay(rows, remote, lease)
+    way = CudaIpcWay(rows, remote)
     try:
-        way.open()
+        way.open(lease)
     except (errors.DeviceError, errors.FrameworkMissingError) as error:
         way.close()
         return str(error)
@@ -285,7 +284,7 @@ class _Row:
 class _Opened:
     """An allocation of the seed, closed with its last user; it keeps the lease."""
 
-    def __init__(self, device: Any, handle: bytes, lease: Any) -> None:
+    def __init__(self, device: Any, handle: bytes, lease: _Lease) -> None:
         self.address = 0
         self.device, self._lease = device, lease
         # To free memory waits for all work on the device, as closing a handle does not.
@@ -308,14 +307,13 @@ class CudaIpcWay:
     costs = Costs(concurrency=2)
     why = "CUDA IPC: out of the seed's device memory, the seed does nothing"
 
-    def __init__(self, rows: Sequence[_Row], remote: Remote, lease: Any = None) -> None:
+    def __init__(self, rows: Sequence[_Row], remote: Remote) -> None:
         self._rows, self._remote, self._http = rows, remote, HttpWay(remote)
         self.check = remote.check
-        self._lease = lease
         self._starts = np.cumsum([0, *(row.nbytes for row in rows)])[:-1].tolist()
         self._arrays: list[DeviceBuffer | None] = []
 
-    def open(self) -> None:
+    def open(self, lease: _Lease) -> None:
         """Opens each allocation once; raises DeviceError or FrameworkMissingError."""
         opened: dict[tuple[str, bytes], _Opened] = {}
         for row in self._rows:
@@ -325,7 +323,7 @@ class CudaIpcWay:
             key = row.pci, row.handle
             if key not in opened:
                 device: Any = discovery.find(discovery.numbered(row.pci))
-                opened[key] = _Opened(device, row.handle, self._lease)
+                opened[key] = _Opened(device, row.handle, lease)
             there = opened[key]
             if row.at + row.nbytes > there.size:
                 what, expected = "an array of the seed ends beyond its memory", there.size
@@ -376,5 +374,4 @@ class CudaIpcWay:
     def close(self) -> None:
         """Lets go of the memory; arrays over it keep it, with the lease."""
         self._arrays.clear()
-        self._lease = None
         self._http.close()

@@ -19,8 +19,9 @@ from devices.fake import FakeDevice, span
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 
-_PATIENCE = 0.3
-"""Seconds after which a thread that does not come is not waited for: it waits for another."""
+_PATIENCE, _START = 0.3, 5.0
+"""Seconds after which a thread that is there is not waited for, since it waits for another; and one
+that has not come yet."""
 
 
 class Clock:
@@ -69,10 +70,10 @@ class Clock:
         with self._turn:
             self._ends[me] = end
             while self.now < end:
-                late = time.monotonic() - self._moved > _PATIENCE
+                late = time.monotonic() - self._moved > (_START if self._threads else _PATIENCE)
                 waiting = {each for each, wake in self._ends.items() if wake > self.now}
                 if late and self._threads:
-                    self._threads = 0  # Fewer came than were said to.
+                    self._threads, self._moved = 0, time.monotonic()
                 elif late or (not self._threads and self._present.keys() <= waiting):
                     self.stuck += late
                     self._move()
@@ -118,7 +119,9 @@ class TimedDevice(FakeDevice):
             yield
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        self.clock.sleep(self._allocation)
+        if self._allocation:
+            with self.clock.present():
+                self.clock.sleep(self._allocation)
         return super().allocate(nbytes)
 
     def pin(self, array: Any) -> None:

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
 import threading
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import samples
 from conformance.suite import no_gpu
 from devices.contract import Contract, download, flat, noise, pinned, streams, upload
 
-from mfload.cuda import discovery
+import mfload
+from mfload.cuda import discovery, staging
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import live_bytes
+from mfload.cuda.staging import KITS
 from mfload.io import buffers
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
@@ -143,3 +150,47 @@ def test_nothing_stays_locked(device: Any) -> None:
     for _ in range(5):
         device.pin(stage)
         device.unpin(stage)
+
+
+def test_the_next_load_has_slots(
+    device: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until they have been idle for long enough; then they are unlocked, and locked again."""
+    data, pins = noise(48 << 20), list[int]()
+    path = samples.save(tmp_path / "m.safetensors", {"w": data})
+    real = device.pin
+    monkeypatch.setattr(device, "pin", lambda array: pins.append(array.nbytes) or real(array))
+    KITS.give_back()
+    for _ in range(3):
+        found = mfload.load(path, "cupy", options=mfload.Options(threads=1))
+        assert found["w"].get().tobytes() == data.tobytes()
+        del found
+        assert 0 < len(pins) <= staging.DEPTH
+    assert KITS.give_back()
+    assert not KITS.give_back()
+    pins.clear()
+    monkeypatch.setattr(staging, "IDLE", 0.2)
+    for _ in range(2):
+        found = mfload.load(path, "cupy", options=mfload.Options(threads=1))
+        assert found["w"].get().tobytes() == data.tobytes()
+        end = time.monotonic() + 10
+        while KITS._idle and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not KITS._idle
+        assert pins
+        pins.clear()
+
+
+def test_a_forked_child_has_no_slots(device: Any, tmp_path: Path) -> None:
+    path = samples.save(tmp_path / "m.safetensors", {"w": noise(8 << 20)})
+    found = mfload.load(path, "cupy")
+    assert KITS._idle
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # CUDA has threads.
+        child = os.fork()
+    if not child:
+        os._exit(len(KITS._idle) or int(KITS.give_back()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert found["w"].get().tobytes() == noise(8 << 20).tobytes()
+    assert mfload.load(path, "cupy")["w"].get().tobytes() == noise(8 << 20).tobytes()
+    assert KITS.give_back()

@@ -63,10 +63,13 @@ def test_kernels_that_were_started_before(
 
 @pytest.mark.parametrize("timeout", [None, 60])
 @pytest.mark.parametrize("stream", STREAMS)
-def test_consumers_of_a_stream(path: Path, pool: Pool, stream: str, timeout: Any) -> None:
+@pytest.mark.parametrize("allocator", ["auto", "framework"])
+def test_consumers_of_a_stream(
+    path: Path, pool: Pool, allocator: Any, stream: str, timeout: Any
+) -> None:
     """Their kernels on a tensor come late, and find it as it was though it was let go."""
     options = mfload.Options(
-        allocator="framework", max_device_overhead=1 << 20, max_host_overhead=1 << 20, threads=1,
+        allocator=allocator, max_device_overhead=1 << 20, max_host_overhead=1 << 20, threads=1,
         timeout=timeout,
     )  # fmt: skip
     seen: dict[str, Any] = {}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -143,6 +144,19 @@ def test_each_load_says_that_its_slots_are_not_locked(
         mfload.load(path, "numpy", options=mfload.Options(threads=1), report=report)
         assert "from pageable memory" in str(report)
     assert device.calls["pin"] <= staging.DEPTH
+    device.assert_clean()
+
+
+def test_no_thread_waits_for_what_was_given_back() -> None:
+    device, kits = FakeDevice(), Kits()
+    for _ in range(2):
+        kept(device, 2, kits)
+        timer: Any = kits._timer
+        assert timer.is_alive()
+        kits.give_back()
+        assert kits._timer is None
+        timer.join(10)
+        assert not timer.is_alive()
     device.assert_clean()
 
 
@@ -322,7 +336,9 @@ def test_a_child_has_no_slots_of_its_parent(path: Path, monkeypatch: pytest.Monk
     land(monkeypatch, device)
     mfload.load(path, "numpy", options=mfload.Options(threads=1))
     pins = device.calls["pin"]
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # The idle are waited for by a thread.
+        child = os.fork()
     if not child:
         status = 1
         with suppress(BaseException):

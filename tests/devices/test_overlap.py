@@ -72,12 +72,12 @@ def test_readers_and_copies_overlap(
 def test_a_load_has_readers_by_itself(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as there are cores for, and as one device of today keeps busy."""
     monkeypatch.setattr(execute, "share_of_cores", lambda: 16)
-    clock = Clock(16)
-    slow_reads(monkeypatch, clock, 8)
+    clock = Clock(execute.reader_threads(direct=False, devices=1))
+    slow_reads(monkeypatch, clock, 10)
     device = TimedDevice(clock, BLOCK)
     arrays.take(monkeypatch, arrays.Arrays(device))
     load(path)
-    assert clock.now <= BLOCKS + 1.5 * (8 + 1)
+    assert clock.now <= BLOCKS + 1.5 * (10 + 1)
     device.assert_clean()
 
 
@@ -95,32 +95,27 @@ def test_devices_copy_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         device.assert_clean()
 
 
-def test_memory_is_allocated_while_slots_fill(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such that it costs nothing, if no more than the first reads take; nor does a second load."""
-    took: list[float] = []
-    for allocation in (0.0, 6.0):
-        with monkeypatch.context() as patch:
-            clock = Clock(4)
-            slow_reads(patch, clock, 8)
-            device = TimedDevice(clock, 2 * BLOCK, allocation=allocation)
-            arrays.take(patch, arrays.Arrays(device))
-            load(path, threads=4)
-            took.append(clock.now)
-            assert not clock.stuck
-        device.assert_clean()
-    assert took[1] <= took[0] + 1
-
-
-def test_the_next_load_has_slots(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(4)
+def test_memory_is_made_while_the_first_slots_fill(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(2 + 1)  # Two readers, and the thread that loads.
     slow_reads(monkeypatch, clock, 1)
-    device = TimedDevice(clock, 16 * BLOCK, locks=BLOCK / 4)
+    device = TimedDevice(clock, BLOCK / 0.4, allocation=1)
     arrays.take(monkeypatch, arrays.Arrays(device))
-    took: list[float] = []
-    for _ in range(2):
-        begun = clock.now
-        load(path, threads=4)
-        took.append(clock.now - begun)
-    assert took[1] <= BLOCKS / 4 + 2
-    assert took[0] >= took[1] + 2 * 4 - 2  # Two slots of each reader were locked.
+    load(path, threads=2)
+    assert device.calls["allocate"] == 1
+    assert clock.now < BLOCKS / 2 + 1.5  # And not another second.
+    device.assert_clean()
+
+
+def test_the_next_load_locks_no_pages(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(2)
+    slow_reads(monkeypatch, clock, 1)
+    device = TimedDevice(clock, BLOCK / 0.4, locks=BLOCK / 3)
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    load(path, threads=2)
+    first, locked = clock.now, device.calls["pin"]
+    load(path, threads=2)
+    assert locked == device.calls["pin"] == 2 * staging.DEPTH
+    assert clock.now - first <= BLOCKS / 2 + 2
     device.assert_clean()

@@ -71,3 +71,22 @@ def test_a_slot_is_huge_pages_that_are_there_and_stay_out_of_forks(
         assert {"hg", "dc"} <= flags
     assert all(device.there)
     device.assert_clean()
+
+
+def test_slots_that_are_kept_have_not_leaked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between loads they are not counted; in the next load, which uses them, they are."""
+    device = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(device))
+    path = samples.save(tmp_path / "m.safetensors", MODEL)
+    peaks: list[int] = []
+    for _ in range(2):
+        report = mfload.Report()
+        found = mfload.load(path, "numpy", report=report, options=mfload.Options(threads=1))
+        del found
+        peaks.append(report.peak_bytes)
+        assert device.pinned
+        assert buffers.live_bytes() == 0
+    assert peaks[0] == peaks[1] > 0
+    device.assert_clean()

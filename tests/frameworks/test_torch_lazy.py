@@ -1158,19 +1158,22 @@ def test_copies_onto_a_gpu(tmp_path: Path, way: str) -> None:
     wanted = take(whole)
     target = torch.zeros(wanted.shape, dtype=torch.bfloat16, device="cuda:0")
     square = torch.randn(4096, 4096, device="cuda:0")
+    streams = torch.cuda.default_stream(), torch.cuda.Stream()
     report = mfload.Report()
     with mfload.stream(tmp_path / "w.safetensors", "torch", lazy=True, report=report) as tensors:
         lazy = dict(tensors)["w"]
-        for _ in range(5):
-            for _ in range(10):
-                square = square @ square / 64
-            seen = target + square[0, 0].to(torch.bfloat16) * 0
-            target.fill_(7)
-            target.copy_(take(lazy))
-            sums = target.double().sum()
-            assert torch.equal(target.cpu(), wanted)
-            assert sums.item() == wanted.double().sum().item()
-            del seen
+        for turn in range(6):
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[turn % 2]):
+                for _ in range(10):
+                    square = square @ square / 64
+                seen = target + square[0, 0].to(torch.bfloat16) * 0
+                target.fill_(7)
+                target.copy_(take(lazy))
+                sums = target.double().sum()
+                assert torch.equal(target.cpu(), wanted)
+                assert sums.item() == wanted.double().sum().item()
+                del seen
     assert report.read_bytes > 0
 
 

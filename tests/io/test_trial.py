@@ -386,6 +386,23 @@ def test_the_batches_of_a_stream_go_on_with_one_trial(
     assert len([note for note in report.notes if note.startswith("readers tried")]) == 1
 
 
+@pytest.mark.parametrize("worth", [0.0, 1e9])
+@pytest.mark.usefixtures("tried")
+def test_a_witness_sees_every_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: float
+) -> None:
+    """It waits for the bytes before; who retires leaves none behind."""
+    pytest.importorskip("xxhash")
+    monkeypatch.setattr(trial, "WORTH", worth)
+    path = _cold(tmp_path)
+    mfload.verify(path, checksums="write")
+    _dropped(path)
+    report = mfload.Report()
+    found = mfload.load(path, "numpy", verify=f"{path}.checksums.json", report=report)
+    assert samples.same(found["a"], LARGE)
+    assert any("readers tried" in note for note in report.notes)
+
+
 @pytest.mark.usefixtures("tried")
 def test_where_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "WORTH", 0.0)

@@ -24,6 +24,16 @@ SECONDS = 60
 MAPPED = Options(peer=PeerOptions(transports=("cuda_ipc",)))
 COPIED = Options(peer=PeerOptions(transports=("cuda_ipc",), copy=True))
 FRAMEWORKS = ["cupy", "torch", "jax"]
+SERVER = """
+import sys
+import mfload
+from mfload.peer import cuda_ipc, serve
+held, _ = serve.stored(sys.argv[1], devices=["cuda:0"])
+seed = mfload.publish(held, model="m", transports=["cuda_ipc", "http"])
+say = lambda text: print(text, file=sys.stderr, flush=True)
+serve.run(serve.told(seed, say, cuda_ipc.leases), lambda: print(seed.url, flush=True))
+"""
+"""As `mfload serve --device cuda:0`, without what the command line needs."""
 TENSORS = """
 import sys
 import torch
@@ -55,8 +65,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> None:
 @contextlib.contextmanager
 def _started(*command: str) -> Generator[tuple[subprocess.Popen[str], str]]:
     """A process and the URL that it prints; killed at the end."""
-    pipe, log = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log, text=True) as process:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         try:
             assert process.stdout is not None
             url = process.stdout.readline().strip()
@@ -70,8 +80,7 @@ def _started(*command: str) -> Generator[tuple[subprocess.Popen[str], str]]:
 def served(tmp_path: Path) -> Generator[tuple[subprocess.Popen[str], str]]:
     path = tmp_path / "x.safetensors"
     mfload.save(ARRAYS, path)
-    command = [sys.executable, "-m", "mfload", "serve", str(path), "--model", "m"]
-    with _started(*command, "--device", "cuda:0") as found:
+    with _started(sys.executable, "-c", SERVER, str(path)) as found:
         yield found
 
 

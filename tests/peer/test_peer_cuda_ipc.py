@@ -10,7 +10,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -57,7 +56,9 @@ def machine(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(discovery, "numbered", numbered)
     yield made
     until = time.monotonic() + 5  # Threads of a seed's connections may still be on their way out.
-    while gc.collect() >= 0 and live_bytes() and time.monotonic() < until:
+    while gc.collect() >= 0 and (live_bytes() or any(made._left().values())):
+        if time.monotonic() > until:
+            break
         time.sleep(0.01)
     made.assert_clean()
 
@@ -462,6 +463,37 @@ def test_neighbours_are_copied_at_once(
             assert made == (copies if not gap else len(found))
 
 
+def test_what_lies_between_neighbours_is_not_copied(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three that lie alike on both sides, the one between is converted on the host."""
+    arrays = {name: np.arange(256, dtype=np.float16) + n for n, name in enumerate("abc")}
+    row, rows = OnDevice(np.concatenate([*arrays.values()])), list[Held]()
+    for n, (name, array) in enumerate(arrays.items()):
+        memory = cuda_ipc.DeviceMemory(row.device, row.address + 512 * n, 512, row)
+        rows.append(_row(name, array, memory))
+    _land(monkeypatch)
+    peer = PeerOptions(transports=("cuda_ipc",), copy=True)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        given: Any = {"dtype": {"b": "int16"}, "options": Options(peer=peer)}
+        found = mfload.load(seed.url, "numpy", **given)
+    _same(found, {**arrays, "b": arrays["b"].astype(np.int16)})
+
+
+@pytest.mark.parametrize("call", ["memcpyAsync", "streamSynchronize"])
+def test_a_copy_on_the_device_that_fails(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """At once or late, it is an error of the seed, for which there may be a fall-back."""
+    _land(monkeypatch)
+    peer = PeerOptions(transports=("cuda_ipc",), copy=True)
+    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+        machine.fail[call] = 719
+        with pytest.raises(errors.ReadError, match="device memory can't be read"):
+            mfload.load(seed.url, "numpy", options=Options(peer=peer))
+        machine.fail.clear()
+
+
 def test_parts_of_what_a_seed_holds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns are copied by devices; steps and other dtypes pass through the host."""
     arrays = {"x": np.arange(6000, dtype=np.float32).reshape(60, 10, 10)}
@@ -592,24 +624,26 @@ def test_a_reader_that_is_killed(machine: Machine) -> None:
         _until(lambda: not cuda_ipc.leases())
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs forks, and /proc")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_forks_keep_no_lease(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of the reader nor of the seed: the lease ends with its arrays, the fork goes on."""
+    """Neither of the reader nor of the seed, where it would outlive a process that is killed."""
     _land(monkeypatch)
     with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
         found = mfload.load(seed.url, "numpy", options=IPC)
+        held = [each for each in gc.get_objects() if isinstance(each, cuda_ipc._Lease)]
+        numbers = [each._connection.fileno() for each in held]
+        for each in list(cuda_ipc._lenders):
+            numbers += [key.fd for key in list(each._selector.get_map().values())]
+        assert len(numbers) >= 3
         child = os.fork()
         if not child:
-            time.sleep(60)
-            os._exit(0)
-        try:
-            assert cuda_ipc.leases() == 1
-            del found
-            _until(lambda: not cuda_ipc.leases())
-        finally:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+            os._exit(sum(os.path.exists(f"/proc/self/fd/{number}") for number in numbers))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert cuda_ipc.leases() == 1
+        _same(found, _arrays())
+        del found, held
+        _until(lambda: not cuda_ipc.leases())
 
 
 def test_a_seed_that_ends(
@@ -757,6 +791,22 @@ def test_the_command(
     assert routes == [engines[n] if n in offered else None for n in ("cuda_ipc", "http")]
 
 
+@pytest.mark.parametrize("copy", [False, True])
+def test_within_a_time_and_with_progress(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, copy: bool
+) -> None:
+    """Both are of all bytes, whether or not they are copied."""
+    arrays, told = _arrays(), list[int]()
+    _land(monkeypatch)
+    peer = PeerOptions(transports=("cuda_ipc",), copy=copy)
+    options = Options(peer=peer, timeout=60)
+    with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+        given: Any = {"progress": lambda done, _: told.append(done), "options": options}
+        _same(mfload.load(seed.url, "numpy", **given), arrays)
+    size = sum(each.nbytes for each in arrays.values())
+    assert told[-1] == size
+
+
 def test_plans_and_streams(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plan says that nothing is read or held; a stream has arrays in the seed's memory, too."""
     arrays = _arrays()
@@ -786,8 +836,8 @@ def test_weights_that_change_while_they_are_taken(
         with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
             real = cuda_ipc.CudaIpcWay.open
 
-            def opened(way: Any, seed: Any = seed, real: Any = real) -> None:
-                real(way)
+            def opened(way: Any, lease: Any, seed: Any = seed, real: Any = real) -> None:
+                real(way, lease)
                 seed.update(_devices(arrays))
 
             monkeypatch.setattr(cuda_ipc.CudaIpcWay, "open", opened)
