@@ -300,6 +300,7 @@ _NEVER_ONE = {
     "bench/random_reads.py: {_ROUNDS} rounds in", "checking/beside.py: {_MOST} files",
     "checking/headers.py: {_ALIGNED} bytes",
     "formats/discovery.py: {n} files", "io/decode.py: {'fewer' if left else 'more'} bytes than",
+    "io/route.py: {gain} times as",
     "loading/session.py: {MAX_RANK} dims", "loading/session.py: {len(batches)} batches",
     "loading/session.py: {name} copies tensors",
     "mesh/jax_backend.py: {info.dtype.elements} elements in",
