@@ -29,7 +29,7 @@ ENVIRONMENTS := .venv/test/.ready .venv/demo/.ready .venv/tunix/.ready \
   $(if $(filter True,$(HAS_OLDEST)),.venv/oldest/.ready) $(if $(NEWEST_PYTHON),.venv/newest/.ready)
 
 .PHONY: demo test lint core compat frameworks meshes worlds oldest newest gpu fresh docs package clean \
-  nixl etcd $(SEAMS)
+  mutants nixl etcd $(SEAMS)
 
 demo: .venv/demo/.ready
 	$(DEMO)/python examples/minilm/demo.py
@@ -116,9 +116,15 @@ newest:
 	@echo "newest versions: SKIPPED, no Python 3.12 or 3.13 was found beside $(PYTHON)"
 endif
 
-# On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`.
+# Breaks the GPU's code, one place at a time, and names the breaks that no test sees: a minute for three
+# of them and core. `make mutants MUTANTS="cuda/staging engine"` for those of some modules.
+mutants: .venv/test/.ready
+	$(TEST)/python tests/mutants.py $(MUTANTS)
+
+# On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`; the tests alone
+# with `GPU="--steps 0"`.
 gpu:
-	$(PYTHON) tests/on_gpu.py
+	$(PYTHON) -m benchmarks.gpu $(GPU)
 
 # What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; but for Tunix
 # no part of `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.

@@ -217,7 +217,7 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
             how = how.replace(allocator="framework")
         loader = Loader(self._index, self._sources, InPlaceAdapter(new, memory), how)
         if loader.adapter.devices:
-            loader.shared = self._landing = self._landing or Shared(None, loader.adapter.devices)
+            loader.shared = self._landing = self._landing or Shared(None)
         given = self._requests(step), loader, backend
         arrays = mesh_load.fetch(*given, group=group, report=report)
         with torch.no_grad():

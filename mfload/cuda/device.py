@@ -58,6 +58,11 @@ class Stream(Protocol):
 
     device: Device
 
+    @property
+    def handle(self) -> int:
+        """CUDA's own name of it, for libraries that give it work."""
+        ...
+
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
         """Copies rows out of a contiguous uint8 array, page-locked by `pin` of a device like it."""
 

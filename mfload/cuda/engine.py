@@ -16,7 +16,7 @@ from mfload import errors
 from mfload.cuda import numa, past_host
 from mfload.cuda.copies import Copier
 from mfload.cuda.device import Device
-from mfload.cuda.staging import Kit, Kits, PinnedSlot, Ring, Staging
+from mfload.cuda.staging import KITS, PinnedSlot, Ring, Staging
 from mfload.io.engine import Observer, Pool, Share
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, stored
@@ -57,11 +57,12 @@ class DeviceWorker:
         gds: Mapping[int, Source],
         note: Callable[[str], None],
         observer: Observer | None,
-        kits: Kits | None,
         share: Share,
     ) -> None:
-        self._share, self._device, self._kits = share, device, kits
-        self._kit = kit = Kit() if kits is None else kits.take(device, staging)
+        self._share, self._device = share, device
+        self._kit = kit = KITS.take(device, staging)
+        for slot in kit.slots:
+            slot.tell(note)
         self._memory = memory
         self._methods = staging.methods
         self._observer = observer
@@ -72,24 +73,24 @@ class DeviceWorker:
         make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
         self._cufile_readers = OpenReader(lambda n: past_host.reader(gds[n], device))
-        slot = lambda: past_host.slot(gds, device, staging.block)  # noqa: E731
-        self._cufile_ring = Ring(slot, staging.depth, share)
+        past = lambda: past_host.slot(gds, device, staging.block)  # noqa: E731
+        kept = kit.past if past_host.of_files(gds) else None
+        self._cufile_ring = Ring(past, staging.depth, share, kept)
         readers, rings = [self._cufile_readers, self._readers], [self._ring, self._cufile_ring]
         self._open = [*readers, *rings, self._copier]  # The last is closed first.
 
     def run(self) -> None:
-        """Fills the blocks of its share; slots are given back once no copy uses them.
+        """Fills the blocks of its share; the next load has the slots, if that went well.
 
-        If that went well, the next load of the checkpoint has them.
+        If not, they are given back once no copy uses them.
         """
         try:
             for block in self._share:
                 self.fill(block)
             self._cufile_ring.drain()
             self._ring.drain()
-            if self._kits is not None:
-                self._open = [self._readers, self._cufile_readers, self._cufile_ring]
-                self._kits.give(self._device, self._kit)
+            self._open = [self._readers, self._cufile_readers]
+            KITS.give(self._device, self._kit)
         finally:
             self.close()
 
@@ -99,6 +100,7 @@ class DeviceWorker:
             return
         slot, track = self._ring.take(), self._share.track
         landed = self._readers.of(block.source).land(block, slot)
+        self._share.memory()
         if self._observer is not None:
             for offset, data in stored(block, self._memory, landed):
                 self._observer.saw(block.source, offset, data, self._share.stopped)
@@ -129,6 +131,7 @@ class DeviceWorker:
             if slot is not None:
                 self._cufile_ring.give(slot)
             return False
+        self._share.memory()
         self._cufile_ring.hold(slot, self._copier.copy(block, slot.buffer, start), block)
         return True
 
@@ -153,14 +156,12 @@ def onto_devices(
     gds: Mapping[int, Source],
     note: Callable[[str], None],
     observer: Observer | None = None,
-    kits: Kits | None = None,
 ) -> list[Pool]:
     """The pools of a load onto devices, which share out the threads.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the sources
     that land past the host, by number (see `past_host`); `note` is told why that failed for one.
-    `observer` sees what came before it is copied on, but nothing of these. `kits` are those of
-    other loads.
+    `observer` sees what came before it is copied on, but nothing of these.
     """
     devices_of = staging.methods.devices
     devices = list(dict.fromkeys(device for block in blocks for device in devices_of(block)))
@@ -186,7 +187,7 @@ def onto_devices(
     for number, group in enumerate(groups):
         near = [numa.cpus(device.pci) for device in group] if threads else [None]
         cores = None if None in near else frozenset().union(*(each for each in near if each))
-        given = memory, staging, open_reader, gds, note, observer, kits
+        given = memory, staging, open_reader, gds, note, observer
         work = partial(_work, cores, group[0], *given)
         pools.append((parts[number], work, threads // count + (number < threads % count)))
     return pools

@@ -7,8 +7,8 @@ from typing import Any
 from mfload import errors
 from mfload.io import buffers
 
-_counter = buffers.ByteCounter()
-peak_bytes = _counter.peak_bytes  # Of all devices together.
+counter = buffers.ByteCounter()
+peak_bytes = counter.peak_bytes  # Of all devices together.
 
 
 class DeviceBuffer:
@@ -26,7 +26,7 @@ class DeviceBuffer:
         self.address = address
         self.nbytes = nbytes
         self.owner = owner
-        self._count = _counter.add if own else None
+        self._count = counter.add if own else None
         if self._count is not None:
             self._count(nbytes)
 
@@ -42,5 +42,8 @@ class DeviceBuffer:
 
 
 def live_bytes() -> int:
-    """Bytes of mfload's own memory, on the host and on devices, that something refers to."""
-    return buffers.live_bytes() + _counter.live
+    """Bytes of mfload's own memory, on the host and on devices, that something refers to.
+
+    Slots that are kept for the next loads onto devices do not count.
+    """
+    return buffers.live_bytes() + counter.live

@@ -47,7 +47,11 @@ def reader(source: Any, device: Device) -> Reader:
     return CufileReader(source, device) if source.file is not None else source.onto(device)
 
 
+def of_files(sources: Mapping[int, Source]) -> bool:
+    """Whether cuFile reads some of them: slots are registered with it, and kept for other loads."""
+    return any(each.file is not None for each in sources.values())
+
+
 def slot(sources: Mapping[int, Source], device: Device, nbytes: int) -> Any:
     """Memory of a device that the readers of these sources land blocks in."""
-    of_files = any(each.file is not None for each in sources.values())
-    return (CufileSlot if of_files else DeviceSlot)(device, nbytes)
+    return (CufileSlot if of_files(sources) else DeviceSlot)(device, nbytes)

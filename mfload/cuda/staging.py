@@ -5,24 +5,33 @@ With two slots or more a thread reads into one while the other is copied.
 
 from __future__ import annotations
 
+import atexit
 import collections
+import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from operator import le
 from typing import Any, NamedTuple
 
 from mfload import errors
+from mfload.cuda import memory
 from mfload.cuda.copies import Methods
 from mfload.cuda.device import Device, Event, Stream
 from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
 
-SLOT = 8 << 20
+SLOT = 16 << 20
 """Bytes of a file that a slot holds, at most."""
 DEPTH = 2
 """Slots a thread."""
+KEPT = 512 << 20
+"""Bytes of slots that a process keeps for its next loads, at most."""
+IDLE = 5.0
+"""Seconds after which slots that no load has used are given back."""
 
 
 class Staging(NamedTuple):
@@ -67,6 +76,7 @@ class PinnedSlot(buffers.WorkerSlot):
 
     def __init__(self, device: Device, size: Staging, note: Callable[[str], object] = str) -> None:
         self._device, self._process = device, 0  # That of a slot which is locked.
+        self._slower = ""
         self._memory = buffers.allocate(_whole(size))
         buffers.never_forked(self._memory)
         # The driver would make the pages too, but of one slot after another.
@@ -75,7 +85,8 @@ class PinnedSlot(buffers.WorkerSlot):
             device.pin(self._memory)
             self._process = os.getpid()
         except errors.MemoryLimitError as error:
-            note(f"slower copies, from pageable memory: {error}")
+            self._slower = f"slower copies, from pageable memory: {error}"
+        self.tell(note)
         self.fits(size)
 
     def fits(self, size: Staging) -> bool:
@@ -84,6 +95,16 @@ class PinnedSlot(buffers.WorkerSlot):
             return False
         self._read, self.spare = self._memory[: size.slot], self._memory[size.slot :]
         return True
+
+    def tell(self, note: Callable[[str], object]) -> None:
+        """Tells `note` if it is not locked."""
+        if self._slower:
+            note(self._slower)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all of it."""
+        return self._memory.nbytes
 
     def bytes(self, nbytes: int) -> Any:
         """The part for what is read."""
@@ -102,71 +123,168 @@ class PinnedSlot(buffers.WorkerSlot):
 
 
 class Kit:
-    """What a thread lands blocks with: slots, and a stream for each device by its name."""
+    """What a thread lands blocks with.
+
+    Attributes:
+        slots: In host memory.
+        past: In the memory of the device, for what cuFile reads.
+        streams: One for each device, by its name.
+        since: When the last load was done with it.
+    """
+
+    since = 0.0
 
     def __init__(self) -> None:
         self.slots: list[Any] = []
+        self.past: list[Any] = []
         self.streams: dict[str, Stream] = {}
+
+    @property
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of its slots, on the host and on the device."""
+        return sum(slot.nbytes for slot in self.slots), sum(slot.nbytes for slot in self.past)
+
+    def count(self, times: int) -> None:
+        """Counts its memory as a load's; with -1, not any more: what is kept has not leaked."""
+        for counter, nbytes in zip((buffers.counter, memory.counter), self.nbytes, strict=True):
+            counter.set_aside(-times * nbytes)
+
+    def fit(self, size: Staging) -> None:
+        """Closes the slots that a load has no use for: those too small, and what is too many."""
+        for slots in (self.slots, self.past):
+            kept = [slot for slot in slots if slot.fits(size)][: size.depth]
+            for slot in [slot for slot in slots if slot not in kept]:
+                slots.remove(slot)
+                slot.close()
 
     def close(self) -> None:
         """Ends the streams, and then the slots that they copied from. Never raises."""
-        while self.streams:
-            self.streams.popitem()[1].close()
-        while self.slots:
-            self.slots.pop().close()
+        for stream in self.streams.values():
+            stream.close()
+        self.streams.clear()
+        for slots in (self.past, self.slots):
+            while slots:
+                slots.pop().close()
 
 
 class Kits:
-    """Kits that the loads of a stream, or of one open checkpoint, leave to each other.
+    """Kits that the loads of a process leave to each other: `KITS`.
 
     To make one takes longer than a small load: pages are locked, and threads wait for each other.
-    No lock: what is closed by the collector must not wait.
-
-    Attributes:
-        most: How many are kept for a device: those of one load.
+    Of those that no load uses, the oldest are given back when all hold more than `KEPT` bytes, each
+    after `IDLE` seconds, and the rest at exit. A forked child has none of them.
     """
 
     def __init__(self) -> None:
-        self.most = 1
-        self._process, self._closed = os.getpid(), False
-        self._idle: dict[Device, collections.deque[Kit]] = {}
+        self._idle: list[tuple[Device, Kit]] = []  # The one given last is the last.
+        self._parents: list[Any] = []
+        self._timer: threading.Timer | None = None
+        self._closed = False
+        # Reentrant: the garbage collector may run code that ends a load.
+        self._lock = threading.RLock()
+
+    def renew(self) -> None:
+        """Makes it one of a forked child, which unlocks and frees nothing of its parent's."""
+        # Kept out of the child, the slots have no pages there: others may lie at their addresses.
+        self._parents.append(self._idle)
+        self._idle, self._timer, self._lock = [], None, threading.RLock()
 
     def take(self, device: Device, size: Staging) -> Kit:
-        """One that was left, without the slots that are too small; or a new one."""
-        kit = self._left(device) or Kit()
-        for slot in [each for each in kit.slots if not each.fits(size)]:
-            kit.slots.remove(slot)
-            slot.close()
+        """The one that was given last for a device, with the slots that fit; or a new one."""
+        kit = Kit()
+        with self._lock:
+            for number in reversed(range(len(self._idle))):
+                if self._idle[number][0] is device:
+                    kit = self._idle.pop(number)[1]
+                    kit.count(1)
+                    break
+        kit.fit(size)
+        buffers.counter.add(0)  # It may be the most that this load has.
+        memory.counter.add(0)
         return kit
 
     def give(self, device: Device, kit: Kit) -> None:
         """Takes a kit with which nothing is under way."""
-        idle = self._idle.setdefault(device, collections.deque())
-        if len(idle) >= self.most:
+        kit.since = time.monotonic()
+        if not (kit.slots or kit.past):  # Its thread came too late for a block.
             kit.close()
-        else:
-            idle.append(kit)
-        if self._closed:
-            self.close()
+            return
+        with self._lock:
+            kit.count(-1)
+            self._idle.append((device, kit))
+        self.give_back(0 if self._closed else KEPT, 0.0)
+        self._watch()
+
+    def keep_within(self, devices: Sequence[Device], count: int, most: tuple[float, float]) -> None:
+        """Before a load with limits: keeps `count` kits of its devices, the others are given back.
+
+        Each is of so many bytes at most, on the host and on the device.
+        """
+        with self._lock:
+            fit = [
+                (device, kit)
+                for device, kit in self._idle
+                if device in devices and all(map(le, kit.nbytes, most))
+            ]
+            fit = fit[max(0, len(fit) - count) :]
+            gone = [kit for device, kit in self._idle if (device, kit) not in fit]
+            self._idle = fit
+            for kit in gone:
+                kit.count(1)
+        _close(gone)
+
+    def give_back(self, most: int = 0, until: float = math.inf) -> bool:
+        """Closes the oldest until `most` bytes are left, and those given `until` then; if any."""
+        gone: list[Kit] = []
+        with self._lock:
+            held = sum(sum(kit.nbytes) for _, kit in self._idle)
+            while self._idle and (held > most or self._idle[0][1].since <= until):
+                gone.append(self._idle.pop(0)[1])
+                held -= sum(gone[-1].nbytes)
+                gone[-1].count(1)
+        there = bool(gone)
+        _close(gone)
+        return there
 
     def close(self) -> None:
-        """Closes those that are left, and those that come later."""
+        """Closes all that are left, and those that come later."""
         self._closed = True
-        for device in list(self._idle):
-            while (kit := self._left(device)) is not None:
-                kit.close()
+        self.give_back()
 
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self.close()
+    def _watch(self) -> None:
+        """Has a thread come when the oldest has been idle for long enough."""
+        with self._lock:
+            if self._timer is not None or not self._idle:
+                return
+            left = self._idle[0][1].since + IDLE - time.monotonic()
+            self._timer = threading.Timer(max(0.0, left), self._end_idle)
+            self._timer.daemon = True
+            try:
+                self._timer.start()
+            except RuntimeError:  # The system gives no more threads, or the interpreter ends.
+                self._timer = None
+                self.give_back()
 
-    def _left(self, device: Device) -> Kit | None:
-        if self._process != os.getpid():  # CUDA gives a forked process nothing.
-            return None
-        try:
-            return self._idle[device].pop()
-        except (KeyError, IndexError):
-            return None
+    def _end_idle(self) -> None:
+        self.give_back(KEPT, time.monotonic() - IDLE)
+        self._timer = None
+        self._watch()
+
+
+KITS = Kits()
+atexit.register(KITS.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=KITS.renew)
+
+
+def _close(kits: list[Kit]) -> None:
+    try:
+        while kits:
+            kits[-1].close()
+            kits.pop()
+    except BaseException:  # Ctrl-C: what it cut short is closed again, and then the rest.
+        _close(kits)
+        raise
 
 
 def _whole(size: Staging) -> int:

@@ -20,6 +20,7 @@ from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
+    from mfload.cuda.memory import DeviceBuffer
 
 
 class Form(NamedTuple):
@@ -92,6 +93,9 @@ class Adapter:
         slices_are_views: Whether `array[:, n]` is known to lie in the memory of the array.
         on_host: Whether the arrays stay in host memory.
         lends_held: Whether what it lends is held already, so that a load needs no more for it.
+        allocates: Whether `allocate` takes memory of the framework's allocator, as `pool` counts.
+        alone: Bytes from which on a tensor has a buffer of its own from `allocate`. Default: all
+            tensors share buffers.
         devices: Those in whose memory results land; an `Allocation` names them by number.
         notes: Remarks for the user, such as why nothing lands on the device.
     """
@@ -102,7 +106,8 @@ class Adapter:
     readonly_maps = False
     slices_are_views = counts_items = False
     on_host = True
-    lends_held = False
+    lends_held = allocates = False
+    alone: int | None = None
 
     def __init__(
         self, place: Any = None, device: Device | None = None, notes: tuple[str, ...] = ()
@@ -116,6 +121,7 @@ class Adapter:
         self.name, self.forms, self.alignment = other.name, other.forms, other.alignment
         self.readonly_maps, self.on_host = other.readonly_maps, other.on_host
         self.slices_are_views, self.counts_items = other.slices_are_views, other.counts_items
+        self.allocates, self.alone = other.allocates, other.alone
 
     def uncommitted(self) -> Adapter:
         """Makes it give arrays that computations may move, as none asked for the device; itself.
@@ -157,6 +163,23 @@ class Adapter:
             Lent(array, memory_at(array, address, request.nbytes, device))
             for request, (array, address) in zip(requests, made, strict=True)
         ]
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        """What allocates buffers of these sizes, in this order, on the device of that number.
+
+        It is called inside `allocating`, and raises MemoryLimitError if memory is refused. Returns
+        at once. Default: mfload's own.
+        """
+        del sizes
+        return self.devices[number].allocate
+
+    def allocating(self) -> AbstractContextManager[object]:
+        """What buffers are allocated in; at its end, nothing that ran before uses the memory.
+
+        Allocators of frameworks give memory that was freed to the next array on the same stream,
+        where kernels that were started before may still use it.
+        """
+        return contextlib.nullcontext()
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         """An uninitialised array and its address for each type of the framework and shape.

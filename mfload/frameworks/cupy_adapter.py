@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,6 +19,7 @@ from mfload.frameworks.traits import TRAITS
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
+    from mfload.cuda.memory import DeviceBuffer
 
 OLDEST = "14.2"  # The first whose streams leave those of others alone; bfloat16 came with 14.0.
 
@@ -28,6 +29,7 @@ class CupyAdapter(base.Adapter):
 
     name = "cupy"
     on_host = False
+    allocates = True
     forms = TRAITS["cupy"].forms()
 
     def __init__(self, cupy: Any, number: int, device: Device) -> None:
@@ -57,12 +59,25 @@ class CupyAdapter(base.Adapter):
         with self.devices[0].current(), base.full_device("CuPy", MemoryError):
             yield
 
-    def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._allocate
+
+    def _allocate(self, nbytes: int) -> DeviceBuffer:
         with self._current():
-            arrays = [self._cupy.empty(shape, kind) for kind, shape in wanted]
+            held = self._cupy.empty(max(nbytes, 1), "uint8")
+        return base.memory_at(held, held.data.ptr, nbytes, self.devices[0])
+
+    @contextlib.contextmanager
+    def allocating(self) -> Generator[None]:
+        with self._current():
+            yield
             # CuPy gives memory that was freed to the next array on the same stream, where kernels
             # that were started before may still use it.
             self._cupy.cuda.get_current_stream().synchronize()
+
+    def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
+        with self.allocating():
+            arrays = [self._cupy.empty(shape, kind) for kind, shape in wanted]
         return [(array, array.data.ptr) for array in arrays]
 
     def follow(self) -> AbstractContextManager[object]:
@@ -77,8 +92,8 @@ class CupyAdapter(base.Adapter):
             kept = self._cupy.get_default_memory_pool().free_bytes()
         return base.Pool(
             self.devices[number].memory_info().free + kept,
-            f"allocator='framework' uses the {errors.amount(kept)} that CuPy keeps for itself; in "
-            "Python, cupy.get_default_memory_pool().free_all_blocks() gives them back",
+            f"allocator='mfload' can't use the {errors.amount(kept)} that CuPy keeps for itself; "
+            "in Python, cupy.get_default_memory_pool().free_all_blocks() gives them back",
         )
 
 

@@ -5,7 +5,8 @@ XLA on the CPU takes memory on 64-byte boundaries only. 64-bit types keep their 
 them.
 
 XLA sets most of a GPU's memory aside for itself when it starts, and leaves little for buffers of
-others. So there tensors land in memory of its own, where that is found to work.
+others. So there buffers lie in memory of its own, where that is found to work; a view of one can be
+donated.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mfload import errors
-from mfload.dlpack import View, capsule
+from mfload.dlpack import View
 from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_memory import NewArray, undisturbed
 from mfload.frameworks.traits import TRAITS
@@ -30,6 +31,7 @@ from mfload.planning.request import Owner, Request
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
+    from mfload.cuda.memory import DeviceBuffer
 
 OLDEST = "0.5.3"
 _TICK, _PATIENCE = 0.0005, 0.1  # Seconds in which other threads get their turn, and at most.
@@ -39,6 +41,7 @@ class JaxAdapter(base.Adapter):
     """Arrays on the `jax.Device` of `place` (see `base.Adapter`)."""
 
     name = "jax"
+    allocates = True
     alignment = TRAITS["jax"].alignment
     forms = TRAITS["jax"].forms(functools.partial(hasattr, jnp))
 
@@ -49,19 +52,22 @@ class JaxAdapter(base.Adapter):
         self._uncommit: jax_memory.Uncommitter | None = None
         self.on_host = place.platform == "cpu"
         # Takes views in host memory.
-        self.take: Callable[[View], Any] = self._send
-        if self.on_host:
-            self.take = private_api.jax_capsule_importer(place) or self._import
+        self.take = jax_memory.importer(place) if self.on_host else self._send
 
     def uncommitted(self) -> JaxAdapter:
         self._uncommit = jax_memory.Uncommitter()
         return self
 
+    @functools.cached_property
+    def _take_there(self) -> Callable[[View], Any]:
+        """Takes views in memory of the device."""
+        return jax_memory.importer(self.place, self.devices[0])
+
     def owner(self, allocator: str) -> Owner:
-        # The first answer for a device takes a trial on it, also for a plan.
-        if allocator == "auto" and jax_memory.fillable(self.place, self.devices[0]):
-            return "framework"
-        return super().owner(allocator)
+        return "mfload"  # Buffers on the device are of XLA's memory (`allocator`), and not lent.
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return jax_memory.Slabs(self.place, self.devices[number], sizes)
 
     def pool(self, number: int) -> base.Pool | None:
         return jax_memory.pool(self.place, self.devices[number])
@@ -88,7 +94,7 @@ class JaxAdapter(base.Adapter):
 
     def array(self, view: View) -> Any:
         """The `jax.Array` of one view; JAX may hold what it was copied from a while."""
-        take = self._import if self.devices and base.on_device(view) else self.take
+        take = self._take_there if self.devices and base.on_device(view) else self.take
         how, kind = self.forms[view.dtype.name]
         if how != "copy":
             return take(view)
@@ -101,10 +107,6 @@ class JaxAdapter(base.Adapter):
         with undisturbed():
             return jax.block_until_ready(given.view(jnp.float4_e2m1fn).reshape(view.shape))
 
-    def _import(self, view: View) -> Any:
-        with undisturbed():
-            return jax.dlpack.from_dlpack(_OnDevice(view, self.place))
-
     def _send(self, view: View) -> Any:
         with undisturbed():
             return jax.block_until_ready(jax.device_put(base.host_array(view), self.place))
@@ -114,31 +116,28 @@ class JaxAdapter(base.Adapter):
             return jax.block_until_ready(jnp.moveaxis(array, dim, 0))
 
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
-        there = self.devices[0] if self.devices else None
-        return lend(requests, [(self.place, None, there)] * len(requests), self._uncommit)
+        return lend(requests, [(self.place, None)] * len(requests), self._uncommit)
 
 
 def lend(
     requests: Sequence[Request],
-    places: Sequence[tuple[Any, str | None, Device | None]],
+    places: Sequence[tuple[Any, str | None]],
     uncommit: jax_memory.Uncommitter | None = None,
 ) -> list[base.Lent]:
-    """Arrays in XLA's own memory, which a jitted function can take over (donation).
+    """Arrays in XLA's own host memory, which a jitted function can take over (donation).
 
-    A place is the `jax.Device`, which of its memories (None for the default), and the same device
-    to land on (None for the host).
+    A place is the `jax.Device`, and which of its memories (None for the default).
     """
     wanted = [
-        NewArray(device, memory, *base.arrives(JaxAdapter.forms, request.dtype, request.shape))
-        for request, (device, memory, _) in zip(requests, places, strict=True)
+        NewArray(*place, *base.arrives(JaxAdapter.forms, request.dtype, request.shape))
+        for request, place in zip(requests, places, strict=True)
     ]
     lent: list[base.Lent] = []
-    arrays = jax_memory.allocate(wanted)
-    for array, request, (*_, there) in zip(arrays, requests, places, strict=True):
+    for array, request in zip(jax_memory.allocate(wanted), requests, strict=True):
         if uncommit is not None:
             array = uncommit(array, request.dtype, request.shape)
         address = private_api.jax_address(array) if request.nbytes else 0
-        lent.append(base.Lent(array, base.memory_at(array, address, request.nbytes, there)))
+        lent.append(base.Lent(array, base.memory_at(array, address, request.nbytes)))
     return lent
 
 
@@ -160,23 +159,6 @@ def wait_for_release(held: Callable[[], int], before: int) -> None:
         gc.collect(0)
 
 
-class _OnDevice:
-    """A view as JAX's public import wants it: an object that names its device."""
-
-    def __init__(self, view: View, device: Any) -> None:
-        self._view = view
-        # JAX looks for the number among this process's devices; `id` counts those of all.
-        there = base.on_device(view)
-        self._place = view.memory.device.place if there else (1, device.local_hardware_id)
-
-    def __dlpack__(self, **_: object) -> Any:
-        # Whatever stream is named: all that was written is there when a view is made.
-        return capsule(self._view, device_id=self._place[1])
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self._place
-
-
 def make(device: object) -> JaxAdapter:
     """The adapter for a device. Default: JAX's own, to which arrays are not committed."""
     base.check_version("jax", jax.__version__, OLDEST)
@@ -195,7 +177,11 @@ def make(device: object) -> JaxAdapter:
         raise errors.DeviceError(
             "not a device", expected="a jax.Device or its name", found=repr(device)
         )
-    return JaxAdapter(device, *jax_memory.find_device(device))
+    there, notes = jax_memory.find_device(device)
+    if there is not None:
+        jax_memory.begin_trial(device, there)  # Both while headers are read.
+        jax_memory.begin_slab(device)
+    return JaxAdapter(device, there, notes)
 
 
 def default_device() -> Any:

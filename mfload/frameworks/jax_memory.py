@@ -1,10 +1,14 @@
-"""JAX's devices and its memory: new arrays that are filled in place, which a program can take over.
+"""JAX's devices and its memory: what is filled in place, and a program can take over afterwards.
 
-Only a compiled program gives memory that XLA allocated for sure. A program makes one array of every
-kind that is still wanted, and there are as many programs as kinds differ in their counts, a few for
-most models. No program makes two of a kind: XLA computes once what is equal and copies it. The
-first time in a process, 291 arrays of an 8B Llama take 0.27 s on a CPU of two cores, and 18,723 of
-a mixture of experts 0.5 s.
+Only a compiled program gives memory that XLA allocated for sure. On a GPU one program, which is
+compiled while headers are read, makes slabs of one size; the buffers of a plan lie in these, where
+they follow each other, and arrays are views of the buffers.
+
+On a CPU, XLA takes over whole arrays of its own only, no views. There a program makes one array of
+every kind that is still wanted, and there are as many programs as kinds differ in their counts, a
+few for most models. No program makes two of a kind: XLA computes once what is equal and copies it.
+The first time in a process, 291 arrays of an 8B Llama take 0.27 s on a CPU of two cores, and 18,723
+of a mixture of experts 0.5 s.
 """
 
 from __future__ import annotations
@@ -12,8 +16,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -22,14 +30,15 @@ import numpy as np
 from jax import experimental
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mfload import errors
+from mfload import dtypes, errors
+from mfload.dlpack import View, capsule
 from mfload.frameworks import base, private_api
 from mfload.io import buffers
+from mfload.planning.layout import DEVICE_ALIGNMENT
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
     from mfload.cuda.memory import DeviceBuffer
-    from mfload.dlpack import View
     from mfload.dtypes import DType
 
 log = logging.getLogger("mfload")
@@ -42,10 +51,11 @@ _NO_MESH = Mesh(np.empty((), object), ())
 def undisturbed() -> Generator[None]:
     """A context in which JAX ignores what users set for their own code.
 
-    64-bit types keep their width, and the mesh of `jax.set_mesh`, which refuses jitted functions
-    on any other devices, is unset.
+    64-bit types keep their width, the mesh of `jax.set_mesh`, which refuses jitted functions on
+    any other devices, is unset, and programs are compiled also within `jax.disable_jit`.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.disable_jit(disable=False))
         enable_x64: Any = (jax if hasattr(jax, "enable_x64") else experimental).enable_x64
         stack.enter_context(enable_x64(True))
         if hasattr(jax, "set_mesh"):
@@ -103,6 +113,33 @@ def laid_out(array: Any, form: Any) -> Any:
     form = type(form)(layout_of(form), array.sharding)
     with full_device(), undisturbed():
         return jax.block_until_ready(jax.device_put(array, form))
+
+
+class OnDevice:
+    """A view as JAX's public import wants it: an object that names its device."""
+
+    def __init__(self, view: View, device: Any) -> None:
+        self._view = view
+        # JAX looks for the number among this process's devices; `id` counts those of all.
+        there = base.on_device(view)
+        self._place = view.memory.device.place if there else (1, device.local_hardware_id)
+
+    def __dlpack__(self, **_: object) -> Any:
+        # Whatever stream is named: all that was written is there when a view is made.
+        return capsule(self._view, device_id=self._place[1])
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._place
+
+
+def importer(device: Any, there: Device | None = None) -> Callable[[View], Any]:
+    """What makes arrays on a `jax.Device` over views of its memory; `there` is it, if not a CPU."""
+
+    def publicly(view: View) -> Any:
+        with undisturbed():
+            return jax.dlpack.from_dlpack(OnDevice(view, device))
+
+    return private_api.jax_capsule_importer(device, there) or publicly
 
 
 def find_device(device: Any) -> tuple[Device | None, tuple[str, ...]]:
@@ -184,51 +221,183 @@ def _program(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> Callable[[],
     there = [NamedSharding(mesh, PartitionSpec(), memory_kind=kind[0]) for kind in kinds]
     if len(devices) == 1:  # Such an array is the one shard of itself.
         there = [SingleDeviceSharding(devices[0], memory_kind=kind[0]) for kind in kinds]
-    # Public since 0.8; until then it took no shape. For an H100, XLA of JAX 0.11.2 compiles it to
-    # memory without a kernel; on the CPU it is zeros.
-    fill = getattr(jax.lax, "empty", jnp.zeros)
 
     def make() -> tuple[Any, ...]:
-        return tuple(fill(shape, dtype) for _, dtype, shape in kinds)
+        return tuple(_new(shape, dtype) for _, dtype, shape in kinds)
 
     return jax.jit(make, out_shardings=tuple(there))
 
 
-def fillable(device: Any, there: Device) -> bool:
-    """Whether XLA's arrays on a device can be filled in place, past XLA.
+# Public since 0.8; until then it took no shape. For an H100, XLA of JAX 0.11.2 compiles it to
+# memory without a kernel; on the CPU it is zeros.
+_new: Callable[..., Any] = getattr(jax.lax, "empty", jnp.zeros)
 
-    Tried until there is an answer: two new arrays are written to from a stream of our own, and JAX
-    must find in each what was written there. `there` is the same device, which writes.
+SLAB = 128 << 20
+"""Bytes of most slabs: XLA makes one in 0.03 ms (an H100), and one tensor keeps two at most beside
+the buffer that it lies in."""
+
+_STEP = 2 << 20
+_MANY = 16  # Of so many slabs on, the last is as large as the others; one more program costs more.
+
+
+def slab_bytes(nbytes: int) -> int:
+    """The size of a slab for so many bytes: up to an eighth larger, and by less than 2 MiB.
+
+    So a few programs serve all small ones.
+    """
+    step = min(_STEP, 1 << max(8, nbytes.bit_length() - 4))
+    return max(step, -(-nbytes // step) * step)
+
+
+def begin_slab(device: Any, nbytes: int = SLAB) -> Future[Callable[[], Any]]:
+    """Begins to compile what makes slabs of at least so many bytes on a `jax.Device`."""
+    program = _slab_program(device, slab_bytes(nbytes))
+    if program.done() and program.exception():
+        _slab_program.cache_clear()
+        program = _slab_program(device, slab_bytes(nbytes))
+    return program
+
+
+def slabs(device: Any, sizes: Sequence[int]) -> list[Any]:
+    """New arrays of at least so many bytes each, ready as those of `allocate`."""
+    with full_device(), undisturbed():
+        made = [begin_slab(device, nbytes).result()() for nbytes in sizes]
+        return jax.block_until_ready(made)
+
+
+@functools.lru_cache(maxsize=256)
+def _slab_program(device: Any, nbytes: int) -> Future[Callable[[], Any]]:
+    def compiled() -> Any:
+        there = SingleDeviceSharding(device)
+        with undisturbed():
+            program = jax.jit(lambda: _new((nbytes,), "uint8"), out_shardings=there)
+            return program.lower().compile()
+
+    return _started(compiled)
+
+
+class Slabs:
+    """Makes the buffers of one load, of sizes that are known, in this order.
+
+    They lie in slabs that follow each other in memory, each buffer in one or more of these. A
+    buffer that finds no place, since XLA gives memory here and there, has a slab of its own.
+    """
+
+    def __init__(self, device: Any, there: Device, sizes: Sequence[int]) -> None:
+        self._device, self._there = device, there
+        self._sizes = [-(-nbytes // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT for nbytes in sizes]
+        self._fills: bool | None = None
+        self._places: Iterator[_Place] | None = None
+        begin_trial(device, there)
+        count, rest = divmod(sum(self._sizes), SLAB)
+        if rest and count >= _MANY:
+            count, rest = count + 1, 0
+        self._wanted = [SLAB] * count + [rest] * (rest > 0)
+        for nbytes in dict.fromkeys(self._wanted):
+            begin_slab(device, nbytes)
+
+    def __call__(self, nbytes: int) -> DeviceBuffer:
+        """The next buffer."""
+        if self._fills is None:
+            self._fills = fillable(self._device, self._there)
+        if not (nbytes and self._fills):
+            return self._there.allocate(nbytes)
+        if self._places is None:
+            # Slabs that no buffer lies in go at once.
+            self._places = iter(_placed(self._sizes, slabs(self._device, self._wanted)))
+        place = next(self._places)
+        if place is None:
+            alone = slabs(self._device, [nbytes])
+            place = alone, private_api.jax_address(alone[0])
+        return base.memory_at(*place, nbytes, self._there)
+
+
+_Place = tuple[list[Any], int] | None
+"""The slabs that a buffer lies in, and its address; None if there is no place for it."""
+
+
+def _placed(sizes: Iterable[int], made: Iterable[Any]) -> list[_Place]:
+    """Where each buffer lies that is not empty."""
+    ordered = sorted(((private_api.jax_address(x), x) for x in made), key=itemgetter(0))
+    starts = [start for start, _ in ordered]
+    runs: list[list[int]] = []  # What is free of slabs without a gap: its first byte, and its end.
+    for start, each in ordered:
+        if not (runs and runs[-1][1] == start):
+            runs.append([start, start])
+        runs[-1][1] += each.nbytes
+    places: list[_Place] = []
+    for nbytes in filter(None, sizes):
+        run = next((run for run in runs if run[1] - run[0] >= nbytes), None)
+        if run is None:
+            places.append(None)
+            continue
+        at, run[0] = run[0], run[0] + nbytes
+        within = slice(bisect_right(starts, at) - 1, bisect_left(starts, at + nbytes))
+        places.append(([each for _, each in ordered[within]], at))
+    return places
+
+
+def _started(act: Callable[[], Any]) -> Future[Any]:
+    """What a function will return, in a thread of its own."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(act())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is wanted.
+            future.set_exception(error)
+
+    # At its end, the interpreter waits for it: XLA must not compile while it goes.
+    threading.Thread(target=run, name="mfload-xla").start()
+    return future
+
+
+def fillable(device: Any, there: Device) -> bool:
+    """Whether slabs of XLA's on a device can be filled in place, past XLA.
+
+    Tried until there is an answer (see `begin_trial`).
     """
     try:
-        problem = _problem(device, there)
+        problem = begin_trial(device, there).result()
     except errors.MemoryLimitError as error:
-        problem = f"there was no room to try: {error}"  # There may be the next time.
+        begin_trial.cache_clear()  # There may be room the next time.
+        problem = f"there was no room to try: {error}"
     if problem:
         log.info("%s: tensors land in mfload's memory, since in XLA's own %s", device, problem)
     return not problem
 
 
+@functools.lru_cache(maxsize=64)
+def begin_trial(device: Any, there: Device) -> Future[str]:
+    """Begins to try, in a thread, whether slabs can be filled; the answer says why not.
+
+    Two new ones are written to from a stream of our own, and JAX must find in a view of each what
+    was written there. `there` is the same device, which writes.
+    """
+    return _started(functools.partial(_problem, device, there))
+
+
 _TRIAL = 4096  # int32 elements: some pages.
 
 
-@functools.lru_cache(maxsize=64)
 def _problem(device: Any, there: Device) -> str:
-    """Why XLA's arrays can't be filled in place; empty if they can."""
     try:
-        arrays = allocate([NewArray(device, None, "int32", (_TRIAL,))] * 2)
+        made = slabs(device, [4 * _TRIAL] * 2)
         wanted = [np.arange(_TRIAL, dtype=np.int32) * -977 + first for first in (5, 1 << 30)]
-        for array, each in zip(arrays, wanted, strict=True):
-            address = private_api.jax_address(array)
-            _write(there, base.memory_at(array, address, each.nbytes, there), each)
+        take, views = importer(device, there), []
+        for each, numbers in zip(made, wanted, strict=True):
+            address = private_api.jax_address(each)
+            memory = base.memory_at(each, address, numbers.nbytes, there)
+            _write(there, memory, numbers)
+            views.append(take(View("trial", dtypes.TABLE["I32"], numbers.shape, memory, 0)))
         # What was written to the second must not be seen in the first.
-        if all(np.array_equal(*pair) for pair in zip(map(np.asarray, arrays), wanted, strict=True)):
+        if all(np.array_equal(*pair) for pair in zip(map(np.asarray, views), wanted, strict=True)):
             return ""
     except errors.MemoryLimitError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever goes wrong, there is another way.
         return str(error) or type(error).__name__
-    return "JAX does not see what was written to an array, or sees it in another"
+    return "JAX does not see what was written to a slab, or sees it in another"
 
 
 def _write(there: Device, target: DeviceBuffer, numbers: Any) -> None:

@@ -24,17 +24,20 @@ from mfload.io import buffers
 if TYPE_CHECKING:
     import datetime
 
+    from mfload.cuda.device import Device
+
 log = logging.getLogger("mfload")
 _libraries: list[Any] = []
 
 
 @functools.lru_cache(maxsize=64)  # Probed once a process, not once a load.
-def jax_capsule_importer(device: Any) -> Callable[[View], Any] | None:
+def jax_capsule_importer(device: Any, there: Device | None = None) -> Callable[[View], Any] | None:
     """JAX's import of a DLPack capsule without the checks around it: 5 µs instead of 27.
 
-    It also leaves 64-bit types alone whatever `jax_enable_x64` says. None if the private call does
-    not exist (as in jaxlib 0.5.3), or does not give a `jax.Array` over a view's memory on that CPU
-    device: then `jax.dlpack.from_dlpack` does.
+    It also leaves 64-bit types alone whatever `jax_enable_x64` says. Views lie in memory of
+    `there`, which is the `jax.Device`. Default: in host memory, and it is a CPU. None if the
+    private call does not exist (as in jaxlib 0.5.3), or does not give a `jax.Array` over a view's
+    memory on that device: then `jax.dlpack.from_dlpack` does.
     """
     try:
         take = importlib.import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
@@ -44,16 +47,28 @@ def jax_capsule_importer(device: Any) -> Callable[[View], Any] | None:
     def importer(view: View) -> Any:
         return take(capsule(view), device, None)
 
-    memory = buffers.allocate(64)
-    memory[:8] = np.frombuffer(np.int64(-(2**40)).tobytes(), np.uint8)
-    probe = View("probe", dtypes.TABLE["I64"], (1,), memory, 0)
-
     def behaves() -> bool:
-        array = importer(probe)
-        same = jax_address(array) == memory.ctypes.data and array.devices() == {device}
+        memory = _jax_memory(np.array([-(2**40)], np.int64), device, there)
+        array = importer(View("probe", dtypes.TABLE["I64"], (1,), memory, 0))
+        address = memory.ctypes.data if there is None else memory.address
+        same = jax_address(array) == address and array.devices() == {device}
         return same and array.dtype == np.int64 and int(np.asarray(array)[0]) == -(2**40)
 
     return importer if _works("jaxlib's private DLPack import", behaves) else None
+
+
+def _jax_memory(numbers: Any, device: Any, there: Device | None) -> Any:
+    """Memory with some numbers in it, as a view lies in."""
+    if there is None:
+        memory = buffers.allocate(64)
+        memory[: numbers.nbytes] = numbers.view(np.uint8)
+        return memory
+    import jax
+
+    from mfload.cuda.memory import DeviceBuffer
+
+    array = jax.block_until_ready(jax.device_put(numbers.view(np.uint8), device))
+    return DeviceBuffer(there, jax_address(array), numbers.nbytes, array, own=False)
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import itemgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.planning.selection import Rules
+
+if TYPE_CHECKING:
+    from mfload.cuda.memory import DeviceBuffer
 
 
 class SeveralAdapter(Adapter):
@@ -74,6 +77,12 @@ class SeveralAdapter(Adapter):
 
     def follow(self) -> AbstractContextManager[object]:
         return _all([part.follow() for part in self._parts])
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._owners[self.devices[number]].allocator(0, sizes)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        return _all([part.allocating() for part in self._parts])
 
     def pool(self, number: int) -> Pool | None:
         return self._owners[self.devices[number]].pool(0)
@@ -156,6 +165,12 @@ class InPlaceAdapter(Adapter):
         new = [each for each, memory in zip(requests, held, strict=True) if memory is None]
         rest = iter(self._new.lend(new) if new else ())
         return [next(rest) if memory is None else Lent(None, memory) for memory in held]
+
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._new.allocator(number, sizes)
+
+    def allocating(self) -> AbstractContextManager[object]:
+        return self._new.allocating()
 
     def pool(self, number: int) -> Pool | None:
         return self._new.pool(number) if number < len(self._new.devices) else None

@@ -52,7 +52,13 @@ class ByteCounter:
         """Counts bytes; negative ones are freed."""
         with self._lock:
             self.live += nbytes
-            self.peak = max(self.peak, self.live)
+            if nbytes >= 0:
+                self.peak = max(self.peak, self.live)
+
+    def set_aside(self, nbytes: int) -> None:
+        """Stops counting bytes that stay where they are; negative ones count again, not as new."""
+        with self._lock:
+            self.live -= nbytes
 
     def peak_bytes(self, *, reset: bool = False) -> int:
         """The most bytes that were live at once since the last reset."""
@@ -63,8 +69,8 @@ class ByteCounter:
             return peak
 
 
-_counter = ByteCounter()
-peak_bytes = _counter.peak_bytes
+counter = ByteCounter()
+peak_bytes = counter.peak_bytes
 
 
 class _Map:
@@ -103,7 +109,7 @@ class _Map:
             "data": (address + start, False),
         }
         self._held = nbytes
-        self._count = _counter.add
+        self._count = counter.add
         self._count(nbytes)
 
     def __del__(self) -> None:
@@ -138,7 +144,7 @@ def is_own(memory: Any) -> bool:
 
 def live_bytes() -> int:
     """Bytes in buffers that something still refers to."""
-    return _counter.live
+    return counter.live
 
 
 class WorkerSlot:

@@ -13,14 +13,17 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mfload.errors import counted
+from mfload.errors import MfloadError, counted
 from mfload.io.buffers import WorkerSlot
 from mfload.io.pread import SHOWN, PreadReader
 from mfload.planning.blocks import Block, stored
 from mfload.runtime import Deadline
 
 if TYPE_CHECKING:
+    import threading
+
     from mfload.io.threads import Running, Start
+    from mfload.io.trial import Trial
     from mfload.timeline import Recorder, Track
 
 # Small blocks are reported together: a queue costs more than a small read.
@@ -47,7 +50,9 @@ class Observer(Protocol):
 class Share:
     """The blocks that one thread takes, by iteration, and its report of those in place.
 
-    `block` is the current one, for the error that names it. `track` records the thread's spans.
+    `block` is the current one, for the error that names it. `track` records the thread's spans. No
+    block is begun after the load was `stopped`, or the thread `retired`. `memory` returns when the
+    buffers of the load are there; it raises if it was given up.
     """
 
     def __init__(
@@ -56,22 +61,24 @@ class Share:
         stopped: Callable[[], bool],
         report: Callable[[tuple[int, int]], object],
         track: Track | None = None,
+        retired: Callable[[], bool] = bool,
+        memory: Callable[[], object] = bool,
     ) -> None:
         self.block: Block | None = None
-        self.track = track
-        self.stopped = stopped
+        self.track, self._retired = track, retired
+        self.stopped, self.memory = stopped, memory
         self._waiting = waiting
         self._report = report
         self._blocks = self._nbytes = 0
 
     def __iter__(self) -> Iterator[Block]:
-        while not self.stopped():
+        while not self.stopped() and not self._retired():
             try:
                 self.block = self._waiting.popleft()
             except IndexError:
-                self.block = None
-                return
+                break
             yield self.block
+        self.block = None
 
     def done(self, block: Block, last: bool = True) -> None:
         """Counts a block that is in place, or a part of one, of which the last one ends it."""
@@ -93,10 +100,20 @@ The function is no closure over buffers: an error's traceback would keep them.
 """
 
 
+class _Crowd:
+    """The threads of one pool, by their numbers, and the blocks that they share."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.blocks, self.work, self.most = pool
+        self.waiting = collections.deque(self.blocks)
+        self.live: set[int] = set()
+
+
 class Engine:
     """Has the threads of several pools fill their blocks; for one use.
 
-    `start` gives the threads; default: new ones.
+    `start` gives the threads; default: new ones. `trial` says how many read, of those that the
+    pools may have: each pool has its share of them, and one at least.
     """
 
     def __init__(
@@ -104,6 +121,7 @@ class Engine:
         pools: Sequence[Pool],
         recorder: Recorder | None = None,
         start: Start | None = None,
+        trial: Trial | None = None,
     ) -> None:
         import queue
         import threading  # A small load has no other thread.
@@ -112,28 +130,38 @@ class Engine:
 
         self.block: Block | None = None
         """The block that failed, or one that is waited for when the time is up."""
-        self._pools, self._recorder = pools, recorder
+        self._crowds, self._recorder, self._trial = list(map(_Crowd, pools)), recorder, trial
+        self._most = sum(crowd.most for crowd in self._crowds)
         self._error: BaseException | None = None
-        self._stop = threading.Event()
+        self._stop, self._memory = threading.Event(), threading.Event()
+        self._allocate: Callable[[], object] | None = None
         self._reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         self._start_thread = start or threads.new
         self._threads: list[Running] = []
         self._shares: list[Share] = []
 
-    def run(self, deadline: Deadline, advance: Callable[[int], None] | None = None) -> None:
+    def run(
+        self,
+        deadline: Deadline,
+        advance: Callable[[int], None] | None = None,
+        allocate: Callable[[], object] | None = None,
+    ) -> None:
         """Returns when all blocks are in place; tells `advance` of the bytes as they come.
 
+        `allocate` makes the memory that threads wait for by `Share.memory`, once they have begun.
         Raises the first error of a thread, or LoadTimeoutError. Threads are joined first; one that
         hangs in the kernel is left behind with its buffers.
         """
         import queue
 
-        blocks = [block for pool in self._pools for block in pool[0]]
+        blocks = [block for crowd in self._crowds for block in crowd.blocks]
         left = len(blocks)
-        last = time.monotonic()
+        last, self._allocate = time.monotonic(), allocate
         try:
-            for pool in self._pools:
-                self._start(pool)
+            if self._trial is not None:
+                self._trial.resume(last)
+            self._start()
+            self._make_memory()
             while left:
                 count = nbytes = 0
                 with suppress(queue.Empty):
@@ -153,32 +181,52 @@ class Engine:
                     last = time.monotonic()
                     if advance is not None:
                         advance(nbytes)
+                    if self._trial is not None:
+                        self._trial.came(nbytes, last)
+                        self._start()  # Those that are missing now.
         finally:
             self._stop.set()
+            self._memory.set()  # Who waits for it sees that there is none.
             end = time.monotonic() + min(_GRACE, max(0.0, deadline.left()))
             for thread in self._threads:
                 thread.join(max(0.0, end - time.monotonic()))
             self._error = None  # It would keep itself alive, and the buffers in its frames.
 
-    def _start(self, pool: Pool) -> None:
-        blocks, work, threads = pool
-        waiting = collections.deque(blocks)
-        started = 0
-        # If the system gives no more threads, those there are do the work, or else this one.
-        with suppress(RuntimeError):
-            for _ in range(min(threads, len(waiting))):
-                self._threads.append(self._start_thread(partial(self._work, work, waiting)))
-                started += 1
-        if waiting and not started:
-            self._work(work, waiting)
+    def _start(self) -> None:
+        for crowd in self._crowds:
+            missing = {*range(min(self._wanted(crowd), len(crowd.waiting)))} - crowd.live
+            for number in sorted(missing):
+                crowd.live.add(number)
+                try:
+                    self._threads.append(self._start_thread(partial(self._work, crowd, number)))
+                except RuntimeError:
+                    # The system gives no more threads: those there are do the work, or this one.
+                    crowd.live.discard(number)
+                    break
+            if crowd.waiting and not crowd.live:
+                self._make_memory()
+                self._work(crowd, 0)
 
-    def _work(self, work: Callable[[Share], None], waiting: collections.deque[Block]) -> None:
-        share = Share(waiting, self._stop.is_set, self._reports.put)
+    def _make_memory(self) -> None:
+        allocate, self._allocate = self._allocate, None
+        if allocate is not None:
+            allocate()
+        self._memory.set()
+
+    def _wanted(self, crowd: _Crowd) -> int:
+        if self._trial is None:
+            return crowd.most
+        return max(1, -(-self._trial.way.readers * crowd.most // self._most))
+
+    def _work(self, crowd: _Crowd, number: int) -> None:
+        retired = bool if self._trial is None else lambda: number >= self._wanted(crowd)
+        memory = partial(_wait_for_memory, self._memory, self._stop)
+        share = Share(crowd.waiting, self._stop.is_set, self._reports.put, None, retired, memory)
         self._shares.append(share)
         if self._recorder is not None:
             share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
         try:
-            work(share)
+            crowd.work(share)
             share.report()
         except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
             # Only the first failure is taken.
@@ -186,6 +234,14 @@ class Engine:
                 self.block, self._error = share.block, error
                 self._stop.set()
                 self._reports.put((0, 0))
+        finally:
+            crowd.live.discard(number)
+
+
+def _wait_for_memory(there: threading.Event, stop: threading.Event) -> None:
+    there.wait()
+    if stop.is_set():
+        raise MfloadError("the load was given up")
 
 
 def fill(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.dlpack import array_at
@@ -13,6 +14,12 @@ from mfload.io import buffers
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan
 from mfload.sources.base import Source
+
+if TYPE_CHECKING:
+    from mfload.cuda.memory import DeviceBuffer
+
+Allocators = Mapping[int, "Callable[[int], DeviceBuffer]"]
+"""What makes a buffer of so many bytes on a device, by its number."""
 
 # For less, no limit is looked at: if it is refused, the system says so.
 _WORTH_LOOKING = 64 << 10
@@ -93,38 +100,63 @@ def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
     return {place.buffer: each for place, each in zip(places, lent, strict=True)}
 
 
+def allocators(specs: Sequence[BufferSpec], adapter: Adapter) -> Allocators:
+    """What the adapter allocates those of the buffers with that lie on devices."""
+    sizes: dict[int, list[int]] = {}
+    for nbytes, source, device in specs:
+        if device is not None and source is None:
+            sizes.setdefault(device, []).append(nbytes)
+    return {device: adapter.allocator(device, each) for device, each in sizes.items()}
+
+
 def allocate(
-    plan: Plan, sources: Sequence[Source], adapter: Adapter, lent: Mapping[int, Lent]
+    plan: Plan,
+    sources: Sequence[Source],
+    adapter: Adapter,
+    lent: Mapping[int, Lent],
+    there: Allocators,
 ) -> list[Any]:
     """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
 
-    Raises MemoryLimitError if memory is refused, SourceChangedError if a file to map has shrunk.
+    On devices that `allocators` gave nothing for, it is mfload's own. Raises MemoryLimitError if
+    memory is refused, SourceChangedError if a file to map has shrunk.
     """
     memory: list[Any] = []
+    lying: dict[int, Any] = {}
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for number, (nbytes, source, device) in enumerate(plan.buffers):
-        if number in lent:
-            memory.append(lent[number].memory)
-        elif source is not None:
-            ranges = ranges or _mapped_ranges(plan)
-            some = ranges[number] or [(0, 1)]  # Of empty tensors alone.
-            memory.append(_map(sources[source], some, adapter.readonly_maps))
-        elif device is None:
-            memory.append(buffers.allocate(nbytes))
-        else:
-            try:
-                memory.append(adapter.devices[device].allocate(nbytes))
-            except errors.MfloadError as error:
-                inside = (p.request.info.name for p in plan.places if p.buffer == number)
-                error.tensor = error.tensor or next(inside, None)
-                raise
+    with adapter.allocating() if there else nullcontext():
+        for number, (nbytes, source, device) in enumerate(plan.buffers):
+            if number in lent:
+                memory.append(lent[number].memory)
+            elif source is not None and device is not None:
+                if not lying:
+                    from mfload.loading import near  # Only some sources lie on devices.
+
+                    lying = near.lying(plan, sources)
+                memory.append(lying[number])
+            elif source is not None:
+                ranges = ranges or _mapped_ranges(plan)
+                some = ranges[number] or [(0, 1)]  # Of empty tensors alone.
+                memory.append(_map(sources[source], some, adapter.readonly_maps))
+            elif device is None:
+                memory.append(buffers.allocate(nbytes))
+            else:
+                try:
+                    make = there.get(device) or adapter.devices[device].allocate
+                    memory.append(make(nbytes))
+                except errors.MfloadError as error:
+                    inside = (p.request.info.name for p in plan.places if p.buffer == number)
+                    error.tensor = error.tensor or next(inside, None)
+                    raise
     return memory
 
 
 def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """The parts of maps that the plan uses, by the number of their buffer."""
     found: dict[int, list[tuple[int, int]]] = {
-        number: [] for number, spec in enumerate(plan.buffers) if spec.source is not None
+        number: []
+        for number, spec in enumerate(plan.buffers)
+        if spec.source is not None and spec.device is None
     }
     for request, buffer, at in plan.places:
         if buffer not in found or not request.nbytes:

@@ -21,8 +21,9 @@ from mfload.sources import together
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
-    from mfload.cuda.staging import Kits, Staging
+    from mfload.cuda.staging import Staging
     from mfload.io.threads import Start
+    from mfload.io.trial import Trial
     from mfload.timeline import Recorder
 
 Advance = Callable[[int], None]
@@ -35,20 +36,26 @@ _MAPPED_BLOCK = 8 << 20
 # not for a core, so they are that many. Of readers through the page cache, more only disturb its
 # reading ahead.
 _MOST_THREADS = 8
+# What lies in the page cache is copied into slots by more of them: 34 GB/s by 12 readers, 25 by 8
+# (H100, 16 cores).
+_ONTO_DEVICES = 12
 _A_DEVICE = 4  # Readers for each of several devices, where there are cores for them.
 _WORTH_A_THREAD = 64 << 10  # Bytes a block.
 _DIRECT, _COLD = map(attrgetter, ("direct", "cold"))  # Of a leg.
 _NBYTES, _SOURCE = map(attrgetter, ("nbytes", "source"))
 
 
-def reader_threads(direct: bool, devices: int = 0, *, concurrency: int | None = None) -> int:
+def reader_threads(
+    direct: bool, devices: int = 0, *, cold: bool = True, concurrency: int | None = None
+) -> int:
     """Readers at once, if no number is asked for; `direct`: some files are read past the cache.
 
-    `concurrency` is that of the sources' costs.
+    `cold`: some are not in the cache. `concurrency` is that of the sources' costs.
     """
     if concurrency is not None:
         return max(concurrency, _A_DEVICE * devices)
-    most = max(_MOST_THREADS, _A_DEVICE * devices)
+    most = _ONTO_DEVICES if devices and not cold else _MOST_THREADS
+    most = max(most, _A_DEVICE * devices)
     return max(min(share_of_cores(), most), _MOST_THREADS if direct else 1)
 
 
@@ -65,15 +72,17 @@ def run(
     staging: Staging | None = None,
     recorder: Recorder | None = None,
     start: Start | None = None,
-    kits: Kits | None = None,
+    allocate: Callable[[], object] | None = None,
+    trial: Trial | None = None,
 ) -> tuple[tuple[str, ...], int]:
     """Fills the buffers of a plan; returns notes, as on a fall-back, and how many threads read.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
-    `staging` has the slots of what lands on devices. `recorder` records what threads do, `start`
-    gives them, and `kits` what they land on devices with. If bytes can't be read or the files
-    change, the readers are stopped and SourceError is raised.
+    `staging` has the slots of what lands on devices. `recorder` records what threads do, and
+    `start` gives them. `allocate` puts the buffers into `memory`, while readers fill slots. `trial`
+    says how many of the threads read cold files, and by which way. If bytes can't be read or the
+    files change, the readers are stopped and SourceError is raised.
     """
     notes: list[str] = []
     if recorder is not None:
@@ -88,11 +97,12 @@ def run(
 
     def open_reader(number: int) -> PreadReader:
         leg = route.get(number)
-        if leg is None or not leg.direct:
+        tried = trial if leg is not None and leg.either else None
+        if leg is None or not (leg.direct or tried):
             return PreadReader(sources[number], cold=leg is not None and leg.cold)
         from mfload.io.direct import DirectReader
 
-        return DirectReader(sources[number], note)
+        return DirectReader(sources[number], note, tried)
 
     kept: list[Source] = []
     if any(map(_COLD, route.values())):
@@ -117,12 +127,15 @@ def run(
         from mfload.cuda.engine import onto_devices
 
         gds = {number: sources[number] for number, leg in route.items() if leg.past_host}
-        how = staging, open_reader, threads, gds, note, observer, kits
+        how = staging, open_reader, threads, gds, note, observer
         raw = [block for block in blocks if block.decode is None]
         rounds.append(onto_devices(raw, memory, *how))
         blocks = tuple(block for block in blocks if block.decode is not None)
+    if allocate is not None and (blocks or not threads):
+        allocate()
+        allocate = None
     if blocks:
-        direct = any(map(_DIRECT, route.values()))
+        direct = trial is not None or any(map(_DIRECT, route.values()))
         own = list(filter(buffers.is_own, memory)) if direct else ()
         protection = buffers.ForkProtection(own) if own else nullcontext()
         work = partial(fill, open_reader, memory, observer, protection)
@@ -132,13 +145,13 @@ def run(
     for pools in rounds:
         some, work, _ = pools[0]
         here = Share(deque(some), bool, bool)  # bool(): never stopped, reports nothing.
-        engine = Engine(pools, recorder, start) if threads else None
+        engine = Engine(pools, recorder, start, trial) if threads else None
         try:
             if engine is None:
                 here.track = None if recorder is None else recorder.begin("reader 1")
                 work(here)
             else:
-                engine.run(deadline, advance)
+                engine.run(deadline, advance, allocate)
         except BaseException as error:
             if staging is None:
                 memory.clear()  # A thread that is left behind keeps what it writes to, no more.
@@ -159,6 +172,9 @@ def run(
         check, some = methodcaller("check"), map(sources.__getitem__, used)
         look = partial(together, check, some) if concurrency else partial(list, map(check, some))
         deadline.bound(look, "looking at the files again")
+    if trial is not None:
+        notes += [str(trial)] if trial.over else []
+        threads = min(threads, trial.way.readers)
     return tuple(notes), threads or 1
 
 

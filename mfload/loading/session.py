@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from operator import attrgetter, itemgetter
 from types import FrameType, MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,8 @@ from mfload.sources.base import Costs, Source
 
 # What only some loads need is imported where it is used.
 if TYPE_CHECKING:
-    from mfload.cuda.staging import Kits, Staging
+    from mfload.cuda.staging import Staging
+    from mfload.io.trial import Trial
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
     from mfload.planning.plan import Place
@@ -44,9 +46,12 @@ _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
 _SMALLER = 8  # The part of a slot of full size that small reads have.
+# The most readers past the page cache that a trial may come to, and the `max_host_overhead` that
+# leaves room for it, in bytes.
+_MOST_TRIED, _ROOM = 16, 128 << 20
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
-_DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
+_DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
 _FIRST = itemgetter(0)
 
 
@@ -78,22 +83,18 @@ class Shared:
         legs: The route of files, by their numbers. If it is known what all take, the first load
             chooses for all; else the first one of some MiB for those that land in the same place.
         crew: The threads.
-        kits: What these land on devices with; None for the host alone.
+        trial: Goes on from one load to the next, if it is known what all take.
     """
 
-    kits: Kits | None = None
+    trial: Trial | None = None
 
-    def __init__(self, wanted: Mapping[int, int] | None, devices: Sequence[Any]) -> None:
+    def __init__(self, wanted: Mapping[int, int] | None) -> None:
         from mfload.io.threads import Crew
 
         self.wanted = wanted
         self._legs: dict[bool, dict[int, routing.Leg]] = {False: {}, True: {}}
         self.crew = Crew()
         self._room, self._until = 0, 0.0
-        if devices:
-            from mfload.cuda.staging import Kits
-
-            self.kits = Kits()
 
     def legs(self, on_devices: bool, nbytes: int) -> dict[int, routing.Leg]:
         """Those for a load of so many bytes, which adds others."""
@@ -102,10 +103,8 @@ class Shared:
         return self._legs[on_devices] if nbytes >= routing.SMALL else {}
 
     def close(self) -> None:
-        """Ends the threads, and gives back what they land on devices with; waits for none."""
+        """Ends the threads; waits for none."""
         self.crew.close()
-        if self.kits is not None:
-            self.kits.close()
 
     def check_host(self, needed: int, specs: Sequence[BufferSpec]) -> None:
         """See `allocate.check_host`; a part of what was free a moment ago is taken to be free."""
@@ -168,7 +167,7 @@ class Loader:
         filled: list[Filled] = []
         try:
             with gc_paused():
-                session = Session(self, requests, observer=observer)
+                session = Session(self, requests, observer=observer, alone=fill is None)
                 session.recorder = recorder
             batches = session.limits.batches
             if len(batches) > 1:
@@ -211,9 +210,11 @@ class Session:
         limits: Batches, and how large a read may be.
         notes: What was decided without being asked for.
         recorder: Records what threads do, for a report.
+        trial: Finds out how cold files are best read; None if there is too little to read.
     """
 
     recorder: Recorder | None = None
+    trial: Trial | None = None
 
     def __init__(
         self,
@@ -222,6 +223,7 @@ class Session:
         *,
         by_host: bool = False,
         observer: Observer | None = None,
+        alone: bool = True,
     ) -> None:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index, counts_items=loader.adapter.counts_items)
@@ -230,6 +232,13 @@ class Session:
         adapter = self.adapter
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
+        # What others read too, or see, passes through the host.
+        self._near = bool(adapter.devices) and alone and observer is None
+        self._near = self._near and any(hasattr(each, "lying") for each in sources)
+        if self._near:
+            from mfload.loading import near  # Only some sources lie on devices.
+
+            self._whole = list(map(near.narrowed, self._whole))
         self.requests, self._owners = self._whole, range(len(self._whole))
         if adapter.devices:
             self._whole = list(self._whole)  # Rows that are made when asked for are made once.
@@ -242,9 +251,15 @@ class Session:
             self.requests = self._whole = list(self.requests)
         if not isinstance(self.requests, WholeTensors):
             self.allocations = list(map(self._allocation, self.requests))
+        if self._near:
+            from mfload.loading import near
+
+            given = sources, adapter, options
+            pairs = zip(self.requests, self.allocations, strict=True)
+            self.allocations = [near.allocation(*pair, *given) for pair in pairs]
         numbers: set[int] = set()
         self._copies = self._lends = False
-        for device, owner, copied in set(self.allocations):
+        for device, owner, copied, _ in set(self.allocations):
             self._copies |= copied
             self._lends |= owner == "framework"
             if device is not None:
@@ -273,8 +288,18 @@ class Session:
             chosen = options.deadline.bound(choose, "opening the files")
             known.update(zip(files, chosen, strict=True))
         self.route = {number: known[number] for number in used}
+        if self._near:
+            from mfload.loading import near
+
+            self.route = near.legs(self.route, self.requests, self.allocations, sources)
         legs = self.route.values()
-        self._direct = any(map(_DIRECT, legs))
+        # Of a stream, all of it counts.
+        of_all = wanted if shared is None or shared.wanted is None else shared.wanted
+        tries = alone and not apart and sum(of_all.values()) >= routing.TRIED
+        tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
+        room = options.max_host_overhead
+        tries = tries and (room is None or room >= _ROOM)
+        self._direct = any(map(_DIRECT, legs)) or (tries and any(map(_EITHER, legs)))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
         for number, leg in self.route.items():
@@ -286,7 +311,9 @@ class Session:
         if observer is not None:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
-        chosen = execute.reader_threads(self._direct, count, concurrency=concurrency)
+        chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
+        if tries and self._direct:
+            chosen = max(chosen, _MOST_TRIED)
         self.threads, self.used = options.threads or chosen, 0
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
@@ -297,13 +324,13 @@ class Session:
         if self._devices:
             from mfload.cuda import cufile, staging
 
-            if shared is not None and shared.kits is not None:
-                shared.kits.most = max(shared.kits.most, self.threads)
             self._gds = any(leg.past_host for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
             readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
+        if tries and (options.threads is None or any(map(_EITHER, legs))):
+            self._begin_trial(sum(of_all.values()))
         self.notes = (*index.notes, *adapter.notes)
         for name in sorted(dtypes.NARROW.keys() & map(_FIRST, self._known)):
             if (kind := adapter.forms[name].type) != name:
@@ -316,6 +343,21 @@ class Session:
             )
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
+
+    def _begin_trial(self, nbytes: int) -> None:
+        """Begins to try how the files, which are cold, are best read, or goes on with that."""
+        from mfload.io.trial import Trial
+
+        shared, asked, count = self._shared, self._options.threads, len(self._devices)
+        if shared is not None and shared.trial is not None:
+            self.trial = shared.trial
+            return
+        through = asked or execute.reader_threads(False, count)
+        how = self.limits.costs.block, asked or max(1, count), self.threads
+        cold = any(map(_COLD, self.route.values()))
+        self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
+        if shared is not None and shared.wanted is not None:
+            shared.trial = self.trial
 
     def _allocation(self, request: Request) -> Allocation:
         by_host = bool(self.adapter.devices) and request.by_host
@@ -412,7 +454,11 @@ class Session:
                 )
         where = self.allocations or itertools.repeat(HOST)
         pairs = list(zip(self.requests, where, strict=False))
-        rest = {request.info.name for request, each in pairs if each.owner == "mfload"}
+        rest = {
+            request.info.name
+            for request, each in pairs
+            if each.owner == "mfload" and not (self.adapter.allocates and each.device is not None)
+        }
         if asked == "framework" and rest and (self.adapter.on_host or self._devices):
             count = errors.counted(len(rest), "tensor")
             yield f"in mfload's memory, since {name} can't allocate such dtypes: {count}"
@@ -434,6 +480,7 @@ class Session:
             costs=self.limits.costs,
             allocations=allocations,
             mapped=self._mapped,
+            alone=None if self._options.allocator == "mfload" else self.adapter.alone,
         )
         copied = plan.copied_bytes if self._copies else {}
         # Slots are gone before the framework copies, so the two don't add up.
@@ -452,7 +499,7 @@ class Session:
         raw = [block for block in plan.blocks if block.decode is None]
         made.staging = staging = slots.staging(raw, methods, most)
         if self._shared is not None:  # Of two sizes alone, so that the next load can use them.
-            block = self.limits.costs.block
+            block = self.limits.slot or self.limits.costs.block
             small = staging.block <= block // _SMALLER
             block = max(staging.block, block // _SMALLER if small else block)
             made.staging = staging = staging._replace(block=block)
@@ -515,7 +562,19 @@ class Session:
         self.check_batch(result, host=self.adapter.on_host)
 
     def check_batch(self, batch: Batch, *, host: bool = True) -> None:
-        """Refuses a batch that does not fit, with what it holds beside its result."""
+        """Refuses a batch that does not fit, with what it holds beside its result.
+
+        What earlier loads left to others goes first.
+        """
+        try:
+            self._check_room(batch, host)
+        except errors.MemoryLimitError:
+            kept = sys.modules.get("mfload.cuda.staging")
+            if kept is None or not kept.KITS.give_back():
+                raise
+            self._check_room(batch, host)
+
+    def _check_room(self, batch: Batch, host: bool) -> None:
         if host:
             specs = batch.plan.buffers
             if self.adapter.lends_held:
@@ -526,9 +585,21 @@ class Session:
             return
         held = self.adapter.lends_held
         for device, nbytes in batch.plan.device_bytes.items():
-            lent = batch.plan.lent_bytes[device]
-            own = nbytes - lent + batch.device_overhead.get(device, 0)
-            allocate.check_device(self.adapter, device, own, 0 if held else lent)
+            beside, lent = batch.device_overhead.get(device, 0), batch.plan.lent_bytes[device]
+            own, lent = nbytes - lent, 0 if held else lent
+            if self.adapter.allocates and self._options.allocator != "mfload":
+                own, lent = 0, own + lent
+            allocate.check_device(self.adapter, device, own + beside, lent)
+
+    def _keep_within(self) -> None:
+        """Has slots that earlier loads left count for the limits of this one."""
+        options, count = self._options, self.threads
+        given = options.max_host_overhead, options.max_device_overhead
+        if given != (None, None):
+            from mfload.cuda.staging import KITS
+
+            host, device = (math.inf if most is None else most // count for most in given)
+            KITS.keep_within(self._devices, count, (host, device))
 
     def load(
         self,
@@ -543,11 +614,30 @@ class Session:
             planned = self.plan(batch)
         plan = planned.plan
         times.append(time.perf_counter())
+        there: allocate.Allocators = {}
+        if self._devices and self._options.allocator != "mfload":
+            specs = allocate.not_lent(plan) if self._lends else plan.buffers
+            there = allocate.allocators(specs, self.adapter)
         self.check_batch(planned)
-        lent = allocate.lend(plan, self.adapter) if self._lends else {}
-        # A map reads from the disk, and a device may be busy: to get their memory may hang.
-        take = functools.partial(allocate.allocate, plan, self._sources, self.adapter, lent)
-        memory = deadline.bound(take, "mapping files or allocating on a device")
+        memory: list[Any] = []
+        lent: dict[int, Lent] = {}
+
+        def take() -> None:
+            if self._lends:
+                lent.update(allocate.lend(plan, self.adapter))
+            # A map reads from the disk, and a device may be busy: to get their memory may hang.
+            given = plan, self._sources, self.adapter, lent, there
+            get = functools.partial(allocate.allocate, *given)
+            if self._devices and deadline.seconds is not None:
+                get = functools.partial(_within, self.adapter.follow(), get)
+            memory.extend(deadline.bound(get, "mapping files or allocating on a device"))
+
+        # On its way to a device, what is read lands in slots first: readers begin at once.
+        later = take if planned.staging is not None and fill is None else None
+        if later is None:
+            take()
+        else:
+            self._keep_within()
         times.append(time.perf_counter())
         if fill is not None:
             filled = fill(plan, memory, self, self._sources)
@@ -565,16 +655,29 @@ class Session:
                 staging=planned.staging,
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
-                kits=None if self._shared is None else self._shared.kits,
+                allocate=later,
+                trial=self.trial,
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
+            if self._near:
+                from mfload.loading import near
+
+                copy = functools.partial(near.copy, plan, memory, self._sources)
+                copied = deadline.bound(copy, "copying from device to device")
+                if advance is not None:
+                    advance(copied)
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)
         times.append(time.perf_counter())
         stages += zip(_STAGES, times, times[1:], strict=False)
         return arrays, filled
+
+
+def _within(context: AbstractContextManager[object], call: Callable[[], list[Any]]) -> list[Any]:
+    with context:
+        return call()
 
 
 Fill = Callable[[Plan, list[Any], Session, Sequence[Source]], Filled]
@@ -633,7 +736,11 @@ def _describe(
     report.exchanged_bytes = sum(exchanged for _, _, exchanged in filled)
     report.device_peak_bytes = device_memory.peak_bytes()
     report.threads = session.used
-    report.route = tuple((leg.file, leg.engine, leg.why) for leg in session.route.values())
+    legs = session.route.values()
+    if session.trial is not None:
+        found = session.trial.gain, session.trial.way.direct
+        legs = [routing.after_trial(leg, *found) for leg in legs]
+    report.route = tuple((leg.file, leg.engine, leg.why) for leg in legs)
     notes = (*session.notes, *(note for _, notes, _ in filled for note in notes))
     report.notes = tuple(dict.fromkeys(notes))
     for name, start, stop in stages:

@@ -133,7 +133,7 @@ class Tensors:
         self.options = options
         self.names, self.sizes, self.batches = names(requests), sizes, batches(sizes, self.most)
         self._live = buffers.live_bytes()
-        self.shared = Shared(wanted_bytes(requests)[0], adapter.devices)
+        self.shared = Shared(wanted_bytes(requests)[0])
 
     def read(self, batch: range, deadline: Deadline) -> list[Any]:
         """Reads a batch, in any thread."""

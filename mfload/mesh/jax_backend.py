@@ -12,7 +12,6 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from mfload import errors
-from mfload.cuda.device import Device
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import base, jax_memory, private_api
@@ -278,9 +277,5 @@ class JaxMeshAdapter(SeveralAdapter):
 
     def lend(self, requests: Sequence[Request]) -> list[base.Lent]:
         """Arrays in XLA's own memory, one request for one device (see `jax_adapter.lend`)."""
-        rows: list[tuple[Any, str | None, Device | None]] = []
-        for request in requests:
-            device, kind = self._spots[request.devices[0]]
-            found = () if kind else self._adapters[request.devices[0]].devices
-            rows.append((device, kind, found[0] if found else None))
-        return [base.Lent((each.array,), each.memory) for each in lend(requests, rows)]
+        spots = [self._spots[request.devices[0]] for request in requests]
+        return [base.Lent((each.array,), each.memory) for each in lend(requests, spots)]

@@ -118,6 +118,12 @@ class PeerSource:
         forks.forget_in_forks(self)
 
     @property
+    def lying(self) -> Any:
+        """What gives device memory (see `loading.near`); raises AttributeError if nothing does."""
+        way: Any = self.way
+        return way.lying
+
+    @property
     def compares(self) -> bool:
         """Whether bytes are compared with checksums as they are read, so that reading verifies."""
         return self.new is not None

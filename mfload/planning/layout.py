@@ -28,6 +28,9 @@ DEVICE_BUFFER = 256 << 20
 
 Tensors below 1 MiB share none with larger ones there, whose memory a norm would keep."""
 
+SLAB = 16 << 20
+"""The same for the small tensors on a device where large ones have buffers of their own."""
+
 DEVICE_ALIGNMENT = 256
 """Alignment of tensors in device memory, in bytes: that of CUDA's own allocator."""
 
@@ -41,7 +44,10 @@ _FEW = 8  # After fewer the next ones are placed without arrays, which cost more
 
 
 class BufferSpec(NamedTuple):
-    """A buffer: a map of a source, or memory of a device (by its number) or of the host."""
+    """A buffer: a map of a source, or memory of a device (by its number) or of the host.
+
+    With both, it is memory that the source has on the device, and takes no more of it.
+    """
 
     nbytes: int
     source: int | None = None
@@ -62,12 +68,15 @@ class Layout:
     Args:
         alignment: Bytes on which every tensor must lie; None for its element's size.
         mapped: Sources that may be mapped instead of read, with their sizes in bytes.
+        alone: Bytes from which on a tensor that lands on a device has a buffer of its own.
     """
 
-    def __init__(self, alignment: int | None, mapped: dict[int, int]) -> None:
+    def __init__(
+        self, alignment: int | None, mapped: dict[int, int], alone: int | None = None
+    ) -> None:
         self.specs: list[BufferSpec] = []
         self._alignment = alignment
-        self._mapped = mapped
+        self._mapped, self._alone = mapped, alone
         self._maps: dict[int, int] = {}
         # Buffers that still take tensors, and how much of each is taken, by device, by whether
         # the framework copies the tensors, and by whether they are small: what is copied shares no
@@ -77,9 +86,13 @@ class Layout:
     def place(
         self, request: Request, nbytes: int, contiguous: int | None, allocation: Allocation
     ) -> tuple[int, int]:
-        """Buffer and first byte; an array of the framework is a buffer of its own."""
-        device, owner, copied = allocation
-        if owner == "framework":
+        """Buffer and first byte; an array of the framework has a buffer of its own."""
+        device, owner, copied, _ = allocation
+        apart = device is not None and self._alone is not None and nbytes >= self._alone
+        if owner == "source":
+            self.specs.append(BufferSpec(0, request.info.pieces[0].source, device))
+            return len(self.specs) - 1, 0
+        if owner == "framework" or apart:
             self.specs.append(BufferSpec(nbytes, None, device))
             return len(self.specs) - 1, 0
         if device is None:
@@ -107,7 +120,7 @@ class Layout:
         self, packed: Packed, source: int, offset: int, allocation: Allocation
     ) -> list[tuple[int, int]]:
         """Buffer and first byte of each; nothing if they have to be placed one by one."""
-        device, owner, copied = allocation
+        device, owner, copied, _ = allocation
         if device is not None or owner == "framework" or source in self._mapped:
             return []
         buffer, at = self._next(
@@ -171,7 +184,7 @@ class Layout:
         if follows and cursor:
             # Follow the file where it leads to an aligned place; it mostly does.
             at = -(-cursor // align) * align
-        most = BUFFER if device is None else DEVICE_BUFFER
+        most = BUFFER if device is None else DEVICE_BUFFER if self._alone is None else SLAB
         if number < 0 or at + nbytes > most + _PAGE:
             if number >= 0:
                 self.specs[number] = BufferSpec(cursor, None, device)

@@ -156,6 +156,7 @@ def make_plan(
     mapped: dict[int, int] | None = None,
     given: Sequence[tuple[int, int]] | None = None,
     specs: Sequence[BufferSpec] = (),
+    alone: int | None = None,
 ) -> Plan:
     """Plans a load; bytes that several requests want of a tensor are read once.
 
@@ -167,8 +168,9 @@ def make_plan(
             what is contiguous, unconverted and aligned in the file is; the rest is read.
         given: Buffer and first byte of each request in buffers of `specs`. Default: laid out by
             `alignment`, `allocations` and `mapped`.
+        alone: Bytes from which on a tensor that lands on a device has a buffer of its own.
     """
-    layout, reads = Layout(alignment, mapped or {}), Reads(costs or Costs())
+    layout, reads = Layout(alignment, mapped or {}, alone), Reads(costs or Costs())
     if isinstance(requests, WholeTensors) and requests and not allocations and given is None:
         return _in_columns(requests, alignment, layout, reads)
     places: list[Any] = [None] * len(requests)
@@ -181,6 +183,7 @@ def make_plan(
             numbers, last = tensors.setdefault((source, start, info.name), []), info
         numbers.append(number)
     kinds: dict[Any, _Kind] = {}
+    near = {number for number, each in enumerate(allocations) if each.near}
     # Where all results land, if they do so in one way.
     alike = HOST if not allocations else allocations[0] if len(set(allocations)) == 1 else None
     for tensor in sorted(tensors, key=_PLACE):
@@ -215,16 +218,19 @@ def make_plan(
             places[number] = _new(Place, (request, buffer, at))
         if kind is None:
             buffer, at = spots[0]
-            if lengths[0] and (given is not None or layout.specs[buffer].source is None):
+            read = given is not None or layout.specs[buffer].source is None
+            if lengths[0] and read and numbers[0] not in near:
                 reads.run(source, start, lengths[0], buffer, at)
             continue
         number = kind.number
-        if mapped or 0 in lengths:
-            # Maps bring some of them, and of others there is nothing to read.
+        if mapped or near or 0 in lengths:
+            # Maps and devices bring some of them, and of others there is nothing to read.
             read = [
                 n
                 for n, (buffer, _) in enumerate(spots)
-                if lengths[n] and (given is not None or layout.specs[buffer].source is None)
+                if lengths[n]
+                and (given is not None or layout.specs[buffer].source is None)
+                and numbers[n] not in near
             ]
             wanted, spots = [wanted[n] for n in read], [spots[n] for n in read]
             offsets, number = [offsets[n] for n in read], None

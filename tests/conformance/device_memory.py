@@ -73,11 +73,16 @@ def write(device: Device, parts: Sequence[tuple[Any, int, bytes]]) -> None:
     device.unpin(slot)
 
 
-def wrapped(ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = ()) -> list[Any]:
-    """Arrays over one buffer of ours, each on a boundary of 256 bytes."""
+def wrapped(
+    ground: Ground, rows: Sequence[Stored], devices: tuple[int, ...] = (), *, own: bool = True
+) -> list[Any]:
+    """Arrays over one buffer, of ours or the framework's, each on a boundary of 256 bytes."""
     ends = np.cumsum([-(-len(row.raw) // ALIGNMENT) * ALIGNMENT for row in rows])
     starts = [0, *(int(end) for end in ends)]
-    buffer = ground.device.allocate(starts.pop())
+    number = ground.adapter.devices.index(ground.device)
+    nbytes = starts.pop()
+    allocate = ground.device.allocate if own else ground.adapter.allocator(number, [nbytes])
+    buffer = allocate(nbytes)
     write(ground.device, [(buffer, at, row.raw) for at, row in zip(starts, rows, strict=True)])
     views: list[View] = []
     for at, row in zip(starts, rows, strict=True):
@@ -167,7 +172,7 @@ class DeviceMemoryConformance:
         floats = material.stored("w", "F32", (3,))
         owners = {who: allocation(adapter, floats, who).owner for who in ("mfload", "framework")}
         assert set(owners.values()) == set(self.landings)
-        assert owners["framework"] == "framework"
+        assert owners["framework"] == self.landings[-1]
         assert allocation(adapter, floats).owner == self.allocator
         assert adapter.notes == ()
 

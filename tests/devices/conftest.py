@@ -11,6 +11,7 @@ from devices.entered import entered
 from devices.stub_kvikio import Kvikio
 
 from mfload.cuda import discovery
+from mfload.cuda.staging import KITS
 
 
 @pytest.fixture
@@ -20,8 +21,11 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
     monkeypatch.setattr(discovery, "count", lambda: 1)
     monkeypatch.setitem(sys.modules, "kvikio", stub)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
+    # A configuration, so that reads have streams of their own.
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", os.devnull)
     before = len(os.listdir("/proc/self/fd"))
     yield stub
+    KITS.give_back()
     assert stub.misuse == []
     assert stub.handles == 0
     assert stub.registered == {}

@@ -1,7 +1,9 @@
 """As much of CuPy and of CUDA's driver as mfload uses, on host memory, to run where no GPU is.
 
 It has no name that CuPy lacks, and its functions have the parameters of CuPy's: a test compares
-them with the package. Work runs as late and as oddly as on the fake device.
+them with the package. Work runs as late and as oddly as on the fake device. The order is CUDA's: to
+destroy a stream waits for nothing, to free memory waits for all work of the device, and the stream
+0 of a device waits for those that users made to block, and they for it.
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ import ctypes
 import gc
 import threading
 from collections import Counter
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from devices.queues import Mark, Mode, Queue, Queues, Span
+
+from mfload.cuda.staging import KITS
 
 _NAMES = {1: "cudaErrorInvalidValue", 2: "cudaErrorMemoryAllocation", 101: "cudaErrorInvalidDevice",
           400: "cudaErrorInvalidResourceHandle", 712: "cudaErrorHostMemoryAlreadyRegistered",
@@ -56,6 +61,9 @@ class Machine:
         self.memory: dict[int, tuple[int, Any]] = {}  # Address to device and bytes.
         self.pinned: dict[int, Span] = {}
         self.streams: dict[int, tuple[int, Queue]] = {}
+        self.work: dict[int, list[Queue]] = {n: [self.queues.new()] for n in range(count)}
+        """Queues of a device, of streams that were destroyed too; the first is that of stream 0."""
+        self.blocking: set[int] = set()
         self.events: dict[int, tuple[int, list[Mark]]] = {}
         self.misuse: list[str] = []
         self.calls: Counter[str] = Counter()
@@ -63,6 +71,8 @@ class Machine:
         self.peers = True  # Whether devices reach each other's memory,
         self.connected: set[tuple[int, int]] = set()  # and which do so.
         self.fail: dict[str, int] = {}  # Call to the status that it returns from now on.
+        self.late: dict[str, int] = {}  # Call to the number of that whose work ends the context.
+        self.ran: Counter[str] = Counter()
         self.local = threading.local()
         self.capturing = self.broken = False
         self.lost = 0
@@ -113,14 +123,39 @@ class Machine:
             return any(p.start <= span.start and span.end <= p.end for p in self.pinned.values())
 
     def free_of_work(self, span: Span, what: str) -> None:
-        if self.queues.pending(span):
+        if self.queues.drop(span):
             self.misuse.append(what)
 
+    def over(self, waited: Callable[[], Any]) -> Any:
+        """What a wait returns; raises the error of work that ended the context meanwhile."""
+        found = waited()
+        if self.lost:
+            raise CUDARuntimeError(self.lost)
+        return found
+
+    def ordered(self, device: int, stream: int) -> Queue:
+        """The queue of a stream, behind what CUDA has it wait for."""
+        first = self.work[device][0]
+        if stream == 0:
+            for handle in self.blocking:
+                number, queue = self.streams[handle]
+                if number == device and queue.work:
+                    first.wait(queue.mark())
+            return first
+        if stream not in self.streams:
+            raise CUDARuntimeError(400)
+        queue = self.streams[stream][1]
+        if stream in self.blocking and first.work:
+            queue.wait(first.mark())
+        return queue
+
     def assert_clean(self) -> None:
+        KITS.give_back()
         if any(self._left().values()):  # A look at all objects takes as long as many a test.
             gc.collect()
         assert not self.misuse, self.misuse
         assert not any(self._left().values()), self._left()
+        assert self.lost or not self.queues.busy(), "work that nobody waited for"
 
     def _left(self) -> dict[str, int]:
         return {"bytes": sum(held.size for _, held in self.memory.values()),
@@ -221,9 +256,8 @@ class Runtime:
 
     def free(self, ptr: int) -> None:
         device = self._machine.begin("free")
-        for number, queue in list(self._machine.streams.values()):
-            if number == device:
-                queue.synchronize()  # As CUDA does.
+        for queue in list(self._machine.work[device]):
+            queue.synchronize()  # As CUDA does.
         with self._machine.lock:
             del self._machine.memory[ptr]
 
@@ -264,37 +298,41 @@ class Runtime:
         self._machine.free_of_work(span, "unregistered while work touches it")
 
     def memcpyAsync(self, dst: int, src: int, size: int, kind: int, stream: int) -> None:
-        self._machine.begin("memcpyAsync")
-        self._copy(dst, size, src, size, size, 1, kind, stream)
+        device = self._machine.begin("memcpyAsync")
+        self._copy("memcpyAsync", device, dst, size, src, size, size, 1, kind, stream)
 
     def memcpy2DAsync(self, dst: int, dpitch: int, src: int, spitch: int, width: int,
                       height: int, kind: int, stream: int) -> None:  # fmt: skip
-        self._machine.begin("memcpy2DAsync")
+        device = self._machine.begin("memcpy2DAsync")
         if not width <= min(dpitch, spitch) or max(dpitch, spitch) > 100:
             raise CUDARuntimeError(1)
-        self._copy(dst, dpitch, src, spitch, width, height, kind, stream)
+        self._copy("memcpy2DAsync", device, dst, dpitch, src, spitch, width, height, kind, stream)
 
     def streamCreateWithFlags(self, flags: int) -> int:
-        device = self._machine.begin("streamCreateWithFlags")
-        assert flags == self.streamNonBlocking
-        handle = next(self._machine.handles)
-        self._machine.streams[handle] = device, self._machine.queues.new()
+        machine = self._machine
+        device, queue = machine.begin("streamCreateWithFlags"), machine.queues.new()
+        handle = next(machine.handles)
+        machine.streams[handle] = device, queue
+        machine.work[device] = [each for each in machine.work[device] if not each.ended] + [queue]
+        if not flags & self.streamNonBlocking:
+            machine.blocking.add(handle)
         return handle
 
     def streamDestroy(self, stream: int) -> None:
         self._machine.begin("streamDestroy")
-        queue = self._queue(stream)
-        del self._machine.streams[stream]
-        queue.close()
+        if stream not in self._machine.streams:
+            raise CUDARuntimeError(400)
+        self._machine.blocking.discard(stream)
+        self._machine.streams.pop(stream)[1].leave()
 
     def streamSynchronize(self, stream: int) -> None:
-        self._machine.begin("streamSynchronize")
-        self._queue(stream).synchronize()
+        device = self._machine.begin("streamSynchronize")
+        self._machine.over(self._machine.ordered(device, stream).synchronize)
 
     def streamWaitEvent(self, stream: int, event: int, flags: int = 0) -> None:
-        self._machine.begin("streamWaitEvent")
+        device = self._machine.begin("streamWaitEvent")
         for mark in self._marks(event):
-            self._queue(stream).wait(mark)
+            self._machine.ordered(device, stream).wait(mark)
 
     def eventCreateWithFlags(self, flags: int) -> int:
         device = self._machine.begin("eventCreateWithFlags")
@@ -308,9 +346,10 @@ class Runtime:
         del self._machine.events[event]
 
     def eventRecord(self, event: int, stream: int) -> None:
-        self._machine.begin("eventRecord")
-        queue = self._queue(stream)
-        if self._machine.events[event][0] != self._machine.streams[stream][0]:
+        current = self._machine.begin("eventRecord")
+        device = self._machine.streams[stream][0] if stream in self._machine.streams else current
+        queue = self._machine.ordered(device, stream)
+        if self._machine.events[event][0] != device:
             raise CUDARuntimeError(400)
         self._marks(event)[:] = [queue.mark()]
 
@@ -318,34 +357,35 @@ class Runtime:
         """Returns the status, as CuPy's does, and raises nothing."""
         if status := self._machine.status("eventQuery"):
             return status
-        return 0 if all(mark.done() for mark in self._marks(event)) else 600
+        done = all(mark.done() for mark in self._marks(event))
+        return self._machine.lost or (0 if done else 600)
 
     def eventSynchronize(self, event: int) -> None:
         self._machine.begin("eventSynchronize")
         for mark in self._marks(event):
-            mark.wait()
+            self._machine.over(mark.wait)
 
     def _marks(self, event: int) -> list[Mark]:
         if event not in self._machine.events:
             raise CUDARuntimeError(400)
         return self._machine.events[event][1]
 
-    def _queue(self, stream: int) -> Queue:
-        if stream not in self._machine.streams:
-            raise CUDARuntimeError(400)
-        return self._machine.streams[stream][1]
-
-    def _copy(self, dst: int, dpitch: int, src: int, spitch: int, width: int, height: int,
-              kind: int, stream: int) -> None:  # fmt: skip
+    def _copy(self, call: str, device: int, dst: int, dpitch: int, src: int, spitch: int,
+              width: int, height: int, kind: int, stream: int) -> None:  # fmt: skip
         assert kind == self.memcpyDefault
-        machine, queue = self._machine, self._queue(stream)
+        machine = self._machine
+        queue = machine.ordered(device, stream)
         spans = [Span(dst, (height - 1) * dpitch + width), Span(src, (height - 1) * spitch + width)]
         ends = [(machine.find(span.start, span.end - span.start), span) for span in spans]
 
         def run() -> None:
-            for row in range(height):
+            machine.ran[call] += 1
+            if machine.ran[call] == machine.late.get(call):
+                machine.lost = 719
+            for row in range(0 if machine.lost else height):
                 ctypes.memmove(dst + row * dpitch, src + row * spitch, width)
 
         queue.give(run, spans)
         if any(held is None and not machine.is_pinned(span) for held, span in ends):
-            queue.synchronize()  # Memory that is not locked is done with when the call returns.
+            # Memory that is not locked is done with when the call returns.
+            machine.over(queue.synchronize)

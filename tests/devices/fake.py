@@ -17,6 +17,7 @@ from devices.queues import Mark, Mode, Queue, Queues, Span
 from mfload import errors
 from mfload.cuda.device import MemoryInfo, Rows
 from mfload.cuda.memory import DeviceBuffer
+from mfload.cuda.staging import KITS
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
 
 _PAGE = 4096
@@ -75,6 +76,10 @@ class FakeStream:
         self.device = device
         self._queue = queue
         self._open = True
+
+    @property
+    def handle(self) -> int:
+        return id(self._queue)
 
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
         host = self._host(source, span(rows))
@@ -284,7 +289,7 @@ class FakeDevice:
             span, device = _pinned.pop(array.ctypes.data, (None, None))
         if span is None or device is not self:
             self.misused("unpin of memory that this device did not pin")
-        elif self.queues.pending(span):
+        elif self.queues.drop(span):
             self.misused("unpin while queued work touches the memory")
 
     def stream(self) -> FakeStream:
@@ -304,6 +309,7 @@ class FakeDevice:
         Args:
             result: Whether arrays of a load are alive, and may hold memory.
         """
+        KITS.give_back()
         found = self._left(result)
         if found:  # A look at all objects takes longer than most loads of tests.
             gc.collect()

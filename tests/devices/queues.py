@@ -68,7 +68,7 @@ class Mark:
 
 
 class _Work:
-    __slots__ = ("mark", "run", "touches", "until")
+    __slots__ = ("last", "mark", "run", "touches", "until")
 
     def __init__(
         self,
@@ -76,8 +76,10 @@ class _Work:
         touches: Iterable[Span] = (),
         mark: Mark | None = None,
         until: Mark | None = None,
+        last: bool = False,
     ) -> None:
         self.run, self.touches, self.mark, self.until = run, tuple(touches), mark, until
+        self.last = last
 
 
 class Queue:
@@ -87,6 +89,7 @@ class Queue:
         self.queues = queues
         self.work: deque[_Work] = deque()
         self.error: errors.DeviceError | None = None
+        self.ended = False
 
     def give(self, run: Callable[[], None], touches: Iterable[Span] = ()) -> None:
         """Work for later.
@@ -122,8 +125,14 @@ class Queue:
         with _turn:
             self.work.append(_Work(mark=mark))
         self.queues.reach(mark)
+        self.leave()
         with _turn:
-            self.queues.all.remove(self)
+            while self.work:
+                self.step()
+
+    def leave(self) -> None:
+        """Ends the queue once its work has run, and returns at once."""
+        self._put(_Work(last=True))
 
     def _put(self, work: _Work) -> None:
         with _turn:
@@ -151,6 +160,9 @@ class Queue:
             self.work.popleft()
         if work.mark is not None:
             work.mark.error, work.mark.over = self.error, True
+        if work.last:
+            self.ended = True
+            self.queues.all.remove(self)
         _turn.notify_all()
 
 
@@ -184,6 +196,19 @@ class Queues:
                 for work in queue.work
                 for touched in work.touches
             )
+
+    def drop(self, span: Span) -> bool:
+        """Has queued work leave these bytes alone, which are about to go; whether there was any."""
+        with _turn:
+            found = [
+                work
+                for queue in self.all
+                for work in queue.work
+                if any(span.meets(touched) for touched in work.touches)
+            ]
+            for work in found:
+                work.run, work.touches = None, ()
+        return bool(found)
 
     def busy(self) -> bool:
         """Whether anything has not run yet."""

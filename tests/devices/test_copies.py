@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from devices.fake import span
+from devices.contract import download, noise, pinned
+from devices.fake import FakeDevice, span
 from hypothesis import given, strategies as st
 
-from mfload.cuda.copies import rows
+from mfload.cuda.copies import Copier, rows
 from mfload.cuda.device import Rows
-from mfload.planning.blocks import Copy
+from mfload.planning.blocks import Block, Copy, Segment
 
 
 @given(st.data())
@@ -41,3 +42,48 @@ def test_what_lies_together_is_one_row() -> None:
     assert rows(Copy((2, 3, 4), (64, 16, 2), 0, kind, kind)) is None
     assert rows(Copy((4,), (-2,), 6, kind, kind)) is None
     assert rows(Copy((3, 4), (-8, 2), 16, kind, kind)) is None
+
+
+def test_a_replica_behind_what_took_its_room() -> None:
+    """What is prepared is prepared anew where the memory for that holds something else by now."""
+    half, count = np.dtype("f2"), 64
+    kind = np.dtype("f4")
+    copy = Copy((count,), (4,), 0, kind, half)
+    devices = [FakeDevice(), FakeDevice((1, 1), "fake:1")]
+    memory = [each.allocate(2 * count * 2) for each in devices]
+    first, second, replica = (
+        Segment(at * 4 * count, 4 * count, buffer, into * 2 * count, copy)
+        for at, buffer, into in ((0, 0, 0), (1, 0, 1), (0, 1, 0))
+    )
+    numbers = np.arange(2 * count, dtype=kind)
+    with pinned(devices[0], numbers.nbytes) as landed, pinned(devices[0], 2 * count) as spare:
+        landed[:] = numbers.view(np.uint8)
+        copier = Copier(list(memory))
+        block = Block(0, 0, numbers.nbytes, (first, second, replica))
+        for event in copier.copy(block, landed, spare=spare):
+            event.wait()
+        copier.close()
+    assert download(memory[0]).view(half).tolist() == numbers.tolist()
+    assert download(memory[1]).view(half)[:count].tolist() == numbers[:count].tolist()
+
+
+def test_what_is_given_on_before_its_room_is_taken_has_left_it() -> None:
+    """On every device: the copies out of it have ended on all streams of the block."""
+    half, count = np.dtype("f2"), 64
+    copy = Copy((count,), (4,), 0, np.dtype("f4"), half)
+    devices = [FakeDevice(), FakeDevice((1, 1), "fake:1")]
+    memory = [each.allocate(2 * count * 3) for each in devices]
+    segments = tuple(
+        Segment(at * 4 * count, 4 * count, buffer, at * 2 * count, copy)
+        for at in range(3)
+        for buffer in (0, 1)
+    )
+    numbers = np.frombuffer(noise(3 * count).tobytes(), np.uint8).astype("f4")
+    with pinned(devices[0], numbers.nbytes) as landed, pinned(devices[0], 2 * count) as spare:
+        landed[:] = numbers.view(np.uint8)
+        copier = Copier(list(memory))
+        for event in copier.copy(Block(0, 0, numbers.nbytes, segments), landed, spare=spare):
+            event.wait()
+        copier.close()
+    for each in memory:
+        assert download(each).view(half).tolist() == numbers.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,13 @@ from devices.cupy_stub import Machine
 from devices.queues import MODES
 
 import mfload
-from mfload import errors
-from mfload.cuda import staging
+from mfload import errors, frameworks
+from mfload.cuda import copies, staging
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.memory import live_bytes
 
 MODEL = samples.model()
+ROWS = {f"w{n}": samples.numbers((3000, 80), "u1", n) for n in range(9)}
 CALLS = [
     "malloc", "hostRegister", "streamCreateWithFlags", "eventCreateWithFlags", "eventRecord",
     "eventQuery", "eventSynchronize", "memcpyAsync", "memcpy2DAsync", "streamSynchronize",
@@ -102,3 +104,67 @@ def test_a_call_fails(path: Path, monkeypatch: pytest.MonkeyPatch, call: str, be
         # Memory for a result is nothing of a tensor's.
         assert failed.tensor in MODEL or call == "malloc"
     settled(machine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("number", [1, 2, 7, -1])
+@pytest.mark.parametrize("call", ["memcpyAsync", "memcpy2DAsync"])
+def test_a_copy_fails_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int, mode: Any
+) -> None:
+    """When it runs, which ends the context: no call works any more, and none may hang."""
+    machine = Machine(mode=mode)
+    land(monkeypatch, machine)
+    shardings = {"shardings": [(".*", 1)], "shard": (0, 2)} if call == "memcpy2DAsync" else {}
+    model = samples.save(path.with_name("rows.safetensors"), ROWS) if shardings else path
+    monkeypatch.setattr(copies, "_NARROW", 1)
+    mfload.load(model, framework="numpy", **shardings)
+    machine.late[call] = machine.calls[call] if number < 0 else number
+    machine.ran.clear()
+    with pytest.raises(errors.DeviceError, match=r"cuda:0.*restart the process") as caught:
+        mfload.load(model, framework="numpy", **shardings)
+    assert caught.value.tensor in (ROWS if shardings else MODEL)
+    del caught
+    assert live_bytes() == 0
+    assert machine.lost
+    assert not machine.misuse
+
+
+def test_a_load_waits_for_no_work_of_the_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither on the default stream, nor on one that blocks or one that does not."""
+    machine = Machine()
+    land(monkeypatch, machine)
+    device = frameworks.get("numpy", None).devices[0]
+    source, target = device.allocate(1000), device.allocate(1000)
+    with device.current():
+        for stream in (0, *(device.runtime.streamCreateWithFlags(flags) for flags in (0, 1))):
+            ends = target.address, source.address
+            device.runtime.memcpyAsync(*ends, 1000, device.runtime.memcpyDefault, stream)
+    before = machine.ran.total()
+    found = mfload.load(path, framework="numpy")
+    samples.assert_same(found, MODEL)
+    assert machine.ran.total() - before == machine.calls["memcpyAsync"] - 3
+    del found, source
+    machine.streams.clear()
+    target.owner.__del__()
+
+
+def test_calls_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is made with the interpreter locked: a block of one tensor costs a handful of them."""
+    model = samples.save(tmp_path / "m.safetensors", {"w": samples.numbers((32 << 20,), "u1")})
+    machine = Machine()
+    land(monkeypatch, machine)
+    drives: Counter[str] = Counter()
+    real = CupyDevice.drive
+
+    def drive(self: CupyDevice, call: str, *args: Any) -> None:
+        drives[call] += 1
+        real(self, call, *args)
+
+    monkeypatch.setattr(CupyDevice, "drive", drive)
+    mfload.load(model, framework="numpy", options=mfload.Options(threads=2))
+    blocks = machine.calls["memcpyAsync"]
+    assert blocks > 30
+    assert machine.calls["eventRecord"] == machine.calls["eventCreateWithFlags"] == blocks
+    assert machine.calls["eventSynchronize"] <= blocks
+    assert drives["cuCtxPushCurrent_v2"] < blocks / 2

@@ -360,6 +360,48 @@ class TestCaptures:
         assert download(upload(device, data)).tobytes() == data.tobytes()
 
 
+def test_to_destroy_a_stream_waits_for_nothing(machine: Machine, device: CupyDevice) -> None:
+    """And to free memory waits for what was given to it all the same."""
+    source, target = upload(device, noise(1000)), device.allocate(1000)
+    runtime = device.runtime
+    with device.current():
+        stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+        runtime.memcpyAsync(target.address, source.address, 1000, runtime.memcpyDefault, stream)
+        runtime.streamDestroy(stream)
+    assert machine.queues.busy()
+    del source
+    gc.collect()
+    assert not machine.queues.busy()
+    assert download(target).tobytes() == noise(1000).tobytes()
+
+
+def test_memory_that_is_unlocked_under_work_shows(device: CupyDevice, machine: Machine) -> None:
+    target, stage = device.allocate(1000), buffers.allocate(1000)
+    device.pin(stage)
+    with streams(device) as stream:
+        stream.copy_in(target, 0, stage, flat(1000))
+        device.unpin(stage)
+    assert machine.misuse == ["unregistered while work touches it"]
+    machine.misuse.clear()
+
+
+@pytest.mark.parametrize("flags", [0, 1], ids=["blocking", "not blocking"])
+@pytest.mark.parametrize("first", ["the default stream", "the user's"])
+def test_the_default_stream(machine: Machine, device: CupyDevice, flags: int, first: str) -> None:
+    """It waits for streams that block, and they for it; no other does."""
+    source, target = upload(device, noise(1000)), device.allocate(1000)
+    runtime = device.runtime
+    with device.current():
+        users = runtime.streamCreateWithFlags(flags)
+        pair = (0, users) if first == "the default stream" else (users, 0)
+        runtime.memcpyAsync(target.address, source.address, 1000, runtime.memcpyDefault, pair[0])
+        runtime.streamSynchronize(pair[1])
+        assert machine.queues.busy() == bool(flags)
+        runtime.streamSynchronize(pair[0])
+        runtime.streamDestroy(users)
+    assert download(target).tobytes() == noise(1000).tobytes()
+
+
 @pytest.mark.parametrize("call", CALLS)
 def test_a_device_that_is_lost(machine: Machine, device: CupyDevice, call: str) -> None:
     lose(machine, device, call)

@@ -7,6 +7,7 @@ import gc
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,17 @@ import pytest
 import samples
 from calls import as_options
 from devices import arrays
+from devices.arrays import FEW
 from devices.fake import FakeDevice
 from devices.queues import MODES
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import mfload
 from mfload import errors
 from mfload.cuda import staging
 from mfload.cuda.memory import live_bytes
 from mfload.io.pread import PreadReader
+from mfload.planning import layout
 from mfload.sources.local import OpenFile
 
 MODEL = samples.model()
@@ -200,3 +204,64 @@ def test_memory_for_the_result_names_its_tensor(
     assert caught.value.tensor in MODEL
     del caught
     _settled(device)
+
+
+def _opened(path: Path, name: str) -> Any:
+    with mfload.open(path, "numpy", options=mfload.Options(threads=1)) as opened:
+        return opened.get_tensor(name), opened.get_slice(name)[1:]
+
+
+WAYS: dict[str, Callable[[Path], Any]] = {
+    "load": _load,
+    "stream": lambda path: dict(
+        mfload.stream(path, "numpy", options=mfload.Options(threads=1, max_host_overhead=2 << 20))
+    ),
+    "open": lambda path: _opened(path, "layer.0.q"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("verb", ["copy_in", "late copy_in", "allocate"])
+def test_each_one_that_fails(
+    path: Path, monkeypatch: pytest.MonkeyPatch, way: str, verb: str
+) -> None:
+    """Each copy at the call or when it runs, and each allocation: it is told, and nothing stays."""
+    how = "fail_later" if verb.startswith("late") else "fail"
+    verb, load = verb.split()[-1], WAYS[way]
+    plain = FakeDevice()
+    arrays.take(monkeypatch, arrays.Arrays(plain))
+    load(path)
+    assert plain.calls[verb]
+    for number in range(1, plain.calls[verb] + 1):
+        device = FakeDevice(**{how: {verb: number}})  # type: ignore[arg-type]
+        arrays.take(monkeypatch, arrays.Arrays(device))
+        with pytest.raises((errors.DeviceError, errors.MemoryLimitError)) as caught:
+            load(path)
+        assert "told to fail" in str(caught.value)
+        assert caught.value.tensor in MODEL
+        del caught
+        gc.collect()
+        assert live_bytes() == 0
+        device.assert_clean()
+
+
+@settings(FEW, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_what_the_rest_of_a_model_keeps(tmp_path: Path, data: st.DataObject) -> None:
+    """When most of it is dropped: the buffers of what is left, and no others."""
+    most = 64 << 10
+    sizes = data.draw(st.lists(st.integers(1, 3 * most), min_size=4, max_size=30))
+    model = {f"w{n:02}": samples.numbers((size,), "u1") for n, size in enumerate(sizes)}
+    left = data.draw(st.lists(st.sampled_from(sorted(model)), max_size=3, unique=True))
+    path, device = samples.save(tmp_path / "m.safetensors", model), FakeDevice()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "DEVICE_BUFFER", most)
+        arrays.take(patch, arrays.Arrays(device))
+        found = mfload.load(path, "numpy")
+    kept = {name: found[name] for name in left}
+    del found
+    held = sum(device.memory.values())
+    assert held <= sum(max(most, array.nbytes) + 256 for array in kept.values())
+    samples.assert_same(kept, {name: model[name] for name in left})
+    del kept
+    device.assert_clean()

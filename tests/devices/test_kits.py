@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,21 +17,22 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
-from devices import arrays
+from devices import arrays, fake
 from devices.fake import FakeDevice
-from devices.queues import MODES
+from devices.queues import MODES, Span
 
 import mfload
 from mfload import errors
 from mfload.cuda import staging
 from mfload.cuda.copies import Methods
-from mfload.cuda.staging import Kit, Kits, PinnedSlot, Staging
+from mfload.cuda.memory import DeviceBuffer
+from mfload.cuda.staging import Kit, Kits, PinnedSlot, Ring, Staging
 from mfload.formats import checkpoint
 from mfload.frameworks import base
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.io import buffers, probes, route as routing
 from mfload.load_options import LoadOptions
-from mfload.loading import lazy
+from mfload.loading import allocate, lazy
 from mfload.loading.session import Loader
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
@@ -52,15 +57,14 @@ def test_reads_of_an_open_checkpoint_lock_memory_once(
 ) -> None:
     device = FakeDevice(mode=mode)
     land(monkeypatch, device)
-    with mfload.open(path, "numpy", options=mfload.Options(threads=2)) as opened:
-        for _ in range(4):
+    for _ in range(2):
+        with mfload.open(path, "numpy", options=mfload.Options(threads=2)) as opened:
             for name, wanted in MODEL.items():
                 assert samples.same(opened.get_tensor(name), wanted)
                 assert samples.same(opened.get_slice(name)[3:40, ::2], wanted[3:40, ::2])
         # Two threads, each with a stream and two slots, which are made anew for the first slice.
         assert 0 < device.calls["pin"] + device.calls["stream"] <= 2 * 3 * 2
-        assert device.pinned > 0
-    assert device.pinned == 0
+    assert device.pinned > 0
     device.assert_clean()
 
 
@@ -75,13 +79,285 @@ def test_a_stream_locks_memory_once(path: Path, monkeypatch: pytest.MonkeyPatch)
     device.assert_clean()
 
 
-def test_a_load_leaves_nothing_to_others(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_loads_of_a_process_lock_memory_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    device = FakeDevice(mode=mode)
+    land(monkeypatch, device)
+    for _ in range(4):
+        samples.assert_same(mfload.load(path, "numpy", options=mfload.Options(threads=2)), MODEL)
+    assert 0 < device.calls["pin"] <= 2 * staging.DEPTH
+    assert 0 < device.calls["stream"] <= 2
+    assert device.pinned == device.calls["pin"]
+    device.assert_clean()
+
+
+def kept(device: FakeDevice, count: int = 1, kits: Kits | None = None) -> tuple[Kits, list[Kit]]:
+    """Kits of one slot each, given one after the other."""
+    kits, size = kits or Kits(), Staging(Methods([]), 64 << 10)
+    made = [kits.take(device, size) for _ in range(count)]
+    for kit in made:
+        kit.slots.append(PinnedSlot(device, size))
+        kit.streams[device.name] = device.stream()
+    for kit in made:
+        kits.give(device, kit)
+    return kits, made
+
+
+def test_the_oldest_go_beyond_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [FakeDevice(name=f"fake:{n}") for n in range(2)]
+    probe, (one,) = kept(devices[0])
+    monkeypatch.setattr(staging, "KEPT", 3 * sum(one.nbytes))
+    probe.close()
+    kits, _ = kept(devices[0], 2)
+    kept(devices[1], 2, kits)
+    assert [device.pinned for device in devices] == [1, 2]
+    kits.close()
+    for device in devices:
+        device.assert_clean()
+
+
+def test_what_is_idle_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "IDLE", 0.1)
+    device = FakeDevice()
+    begun = time.monotonic()
+    kits, _ = kept(device, 3)
+    while device.pinned and time.monotonic() < begun + 10:
+        time.sleep(0.01)
+    assert time.monotonic() >= begun + 0.1
+    assert device.pinned == device.streams == 0
+    kept(device, 1, kits)  # Those that come after it, too.
+    while device.pinned and time.monotonic() < begun + 10:
+        time.sleep(0.01)
+    device.assert_clean()
+
+
+def test_each_load_says_that_its_slots_are_not_locked(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(fail={"pin": 1})
+    land(monkeypatch, device)
+    for _ in range(2):
+        report = mfload.Report()
+        mfload.load(path, "numpy", options=mfload.Options(threads=1), report=report)
+        assert "from pageable memory" in str(report)
+    assert device.calls["pin"] <= staging.DEPTH
+    device.assert_clean()
+
+
+def test_what_is_in_use_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "IDLE", 0.05)
+    device = FakeDevice()
+    kits, _ = kept(device, 2)
+    kit = kits.take(device, Staging(Methods([]), 64 << 10))
+    end = time.monotonic() + 10
+    while device.pinned > 1 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [slot._process for slot in kit.slots] == [os.getpid()]
+    kits.give(device, kit)
+    kits.close()
+    device.assert_clean()
+
+
+def test_a_process_without_threads_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading.Thread, "start", _no_threads)
+    device = FakeDevice()
+    kept(device)
+    assert device.pinned == 0
+    device.assert_clean()
+
+
+@pytest.mark.parametrize("first", [64 << 10, 1 << 20], ids=["small", "large"])
+def test_what_is_kept_counts_for_limits(
+    path: Path, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """A load that has a limit holds no more than that, whatever earlier loads left."""
+    devices = [FakeDevice(name=f"fake:{n}") for n in range(2)]
+    for device in devices:
+        land(monkeypatch, device)
+        with monkeypatch.context() as patch:
+            patch.setattr(staging, "SLOT", first)
+            with mfload.open(path, "numpy", options=mfload.Options(threads=4)) as opened:
+                opened.get_tensors()
+    limit = 600_000
+    assert locked() > limit
+    most: list[int] = []
+    real = Ring.take
+
+    def take(self: Any) -> Any:
+        slot = real(self)
+        most.append(locked())
+        return slot
+
+    monkeypatch.setattr(Ring, "take", take)
+    options = mfload.Options(threads=2, max_host_overhead=limit)
+    pins = devices[1].calls["pin"]
+    for _ in range(2):
+        samples.assert_same(mfload.load(path, "numpy", options=options), MODEL)
+        assert 0 < max(most) <= limit
+    assert devices[1].calls["pin"] - pins <= 2 * staging.DEPTH
+    for device in devices:
+        device.assert_clean()
+
+
+def locked() -> int:
+    """Bytes that are page-locked."""
+    return sum(span.end - span.start for span, _ in fake._pinned.values())
+
+
+def test_what_is_kept_is_not_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But by each load that uses it."""
     device = FakeDevice()
     land(monkeypatch, device)
-    for count in (1, 2):
+    peaks: list[int] = []
+    for _ in range(3):
+        report = mfload.Report()
+        options = mfload.Options(threads=1)
+        found = mfload.load(path, "numpy", options=options, report=report)
+        peaks.append(report.peak_bytes)
+        assert mfload.live_bytes() == report.result_bytes
+        del found
+        assert mfload.live_bytes() == buffers.live_bytes() == 0
+    assert peaks[0] == peaks[1] == peaks[2] == locked() > 0
+    buffers.peak_bytes(reset=True)
+    device.assert_clean()
+    assert buffers.peak_bytes() == buffers.live_bytes() == 0
+
+
+def test_what_is_kept_gives_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the host, and on a device, where there would be room without it."""
+    device = FakeDevice()
+    land(monkeypatch, device)
+    mfload.load(path, "numpy")
+    assert device.pinned
+
+    def room(**_: Any) -> tuple[int, str]:
+        return (0 if device.pinned else 1 << 30), "machine"
+
+    with monkeypatch.context() as patch:
+        patch.setattr(probes, "memory_room", room)
+        patch.setattr(allocate, "_WORTH_ASKING", 0)
+        patch.setattr(allocate, "_WORTH_LOOKING", 0)
         samples.assert_same(mfload.load(path, "numpy"), MODEL)
-        assert device.pinned == 0
-        assert device.calls["stream"] >= count
+    real = FakeDevice.memory_info
+
+    def memory_info(self: Any) -> Any:
+        return real(self)._replace(free=0) if self.pinned else real(self)
+
+    monkeypatch.setattr(FakeDevice, "memory_info", memory_info)
+    monkeypatch.setattr(FakeDevice, "allocate", _allocate)
+    assert device.pinned
+    samples.assert_same(mfload.load(path, "numpy"), MODEL)
+    device.taken = device.total
+    with pytest.raises(errors.MemoryLimitError):
+        mfload.load(path, "numpy")
+    device.taken = 0
+    device.assert_clean()
+
+
+def _allocate(self: Any, nbytes: int) -> Any:
+    memory = fake._Memory(self, nbytes)
+    return DeviceBuffer(self, memory.address, nbytes, memory)
+
+
+def test_readers_begin_before_the_memory_is_there(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only copies wait for it."""
+    device = FakeDevice()
+    land(monkeypatch, device)
+    read = threading.Event()
+    real = OpenFile.read
+
+    def reads(self: Any, *given: Any) -> Any:
+        try:
+            return real(self, *given)
+        finally:
+            read.set()
+
+    allocates = FakeDevice.allocate
+
+    def allocated(self: Any, nbytes: int) -> Any:
+        assert read.wait(10)
+        assert not device.calls["copy_in"]
+        return allocates(self, nbytes)
+
+    monkeypatch.setattr(OpenFile, "read", reads)
+    monkeypatch.setattr(FakeDevice, "allocate", allocated)
+    options = mfload.Options(threads=2)
+    samples.assert_same(mfload.load(path, "numpy", options=options), MODEL)
+    device.assert_clean()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_that_is_refused_while_readers_wait(
+    path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    device = FakeDevice(fail={"allocate": 1})
+    land(monkeypatch, device)
+    with pytest.raises(errors.MemoryLimitError) as caught:
+        mfload.load(path, "numpy", options=mfload.Options(threads=threads))
+    assert (caught.value.file, caught.value.tensor) == (None, "w0")
+    assert not device.calls["copy_in"]
+    device.assert_clean()
+
+
+def test_memory_is_made_where_no_thread_starts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    land(monkeypatch, device)
+    monkeypatch.setattr(threading.Thread, "start", _no_threads)
+    found = mfload.load(path, "numpy", options=mfload.Options(threads=2))
+    samples.assert_same(found, MODEL)
+    device.assert_clean(result=True)
+
+
+def _no_threads(_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_child_has_no_slots_of_its_parent(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads with its own, and what it frees of the parent's is not its memory."""
+    device = FakeDevice()
+    land(monkeypatch, device)
+    mfload.load(path, "numpy", options=mfload.Options(threads=1))
+    pins = device.calls["pin"]
+    child = os.fork()
+    if not child:
+        status = 1
+        with suppress(BaseException):
+            device.pageable.append(Span(0, 1 << 62))
+            samples.assert_same(
+                mfload.load(path, "numpy", options=mfload.Options(threads=1)), MODEL
+            )
+            gc.collect()
+            status = int(not (device.calls["pin"] > pins and device.calls["unpin"] == 0))
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert (device.calls["pin"], device.pinned) == (pins, pins)
+    device.assert_clean()
+
+
+def test_at_exit_all_is_given_back(path: Path) -> None:
+    code = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent.parent)!r})
+import mfload
+from devices import arrays
+from devices.fake import FakeDevice
+from mfload import frameworks
+device = FakeDevice()
+frameworks.get = lambda *_: arrays.Arrays(device)
+import atexit
+from mfload.cuda import staging
+mfload.load({str(path)!r}, "numpy")
+assert device.pinned
+real = device.unpin
+device.unpin = lambda array: (real(array), print("left", device.pinned))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.split("\n")[-2] == "left 0"
+    assert not ran.stderr
 
 
 def test_a_checkpoint_that_is_not_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,37 +448,12 @@ def test_what_comes_after_the_end_is_closed() -> None:
     device.assert_clean()
 
 
-def test_a_forked_process_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, kits, size = FakeDevice(), Kits(), Staging(Methods([]), 64 << 10)
-    kit = kits.take(device, size)
-    kit.slots.append(PinnedSlot(device, size))
-    kits.give(device, kit)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "getpid", lambda: -1)
-        assert kits.take(device, size) is not kit
-        kits.close()  # Of the parent, nothing is touched.
-        assert device.pinned == 1
-    kits.close()
-    device.assert_clean()
-
-
 def test_a_slot_that_nobody_closed_is_unlocked() -> None:
     """Else the driver would take the next map at its address for what is locked."""
     device = FakeDevice()
     slot = PinnedSlot(device, Staging(Methods([]), 64 << 10))
     assert device.pinned == 1
     del slot
-    device.assert_clean()
-
-
-def test_no_more_is_kept_than_one_load_has(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = FakeDevice(mode="thread")
-    land(monkeypatch, device)
-    with mfload.open(path, "numpy", options=mfload.Options(threads=2)) as opened:
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(opened.get_tensor, [*MODEL] * 6))
-        assert device.pinned <= 2 * staging.DEPTH
-        assert device.streams <= 2
     device.assert_clean()
 
 
@@ -271,7 +522,7 @@ def test_a_checkpoint_that_is_closed_while_a_read_begins(
     with suppress(errors.MfloadError):
         opened.get_tensor("w0")
     gc.collect()
-    assert (device.pinned, device.streams) == (0, 0)
+    device.assert_clean()
 
 
 def test_a_child_unlocks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,10 @@ import mfload
 from mfload import errors
 from mfload.cuda import memory, numa, staging
 from mfload.cuda.engine import DeviceWorker
+from mfload.cuda.memory import DeviceBuffer
 from mfload.cuda.staging import PinnedSlot, Ring
 from mfload.formats import checkpoint
+from mfload.frameworks import base
 from mfload.frameworks.base import Pool
 from mfload.frameworks.several import SeveralAdapter
 from mfload.io import buffers
@@ -185,6 +187,77 @@ def test_a_stream_allocates_where_its_consumer_works(
         assert len(seen) > 2
         assert set(seen) == {"side"}
         seen.clear()
+    _settled(device)
+
+
+class Pooled(arrays.Arrays):
+    """Its buffers come from an allocator of its own: one that CUDA need not be asked for.
+
+    Attributes:
+        done: What was called for it, and in which of the streams of this thread.
+    """
+
+    allocates, alone = True, 1 << 16
+    here = threading.local()
+
+    def __init__(self, *devices: Any, **how: Any) -> None:
+        super().__init__(*devices, **how)
+        self.done: list[tuple[str, str]] = []
+
+    def note(self, what: str) -> None:
+        self.done.append((what, getattr(self.here, "stream", "default")))
+
+    @contextlib.contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        before, self.here.stream = getattr(self.here, "stream", "default"), name
+        yield
+        self.here.stream = before
+
+    def follow(self) -> Any:
+        return self.on(getattr(self.here, "stream", "default"))
+
+    @contextlib.contextmanager
+    def allocating(self) -> Iterator[None]:
+        assert not self.devices[0].calls["copy_in"]
+        yield
+        self.note("settled")
+
+    def reserve(self, number: int, nbytes: int) -> None:
+        self.note(f"reserve {nbytes}")
+
+    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
+        self.note("allocate")
+        held = np.full(nbytes + 256, 0xA5, np.uint8)[256:]
+        return base.memory_at(held, held.ctypes.data, nbytes, self.devices[number])
+
+
+@pytest.mark.parametrize("timeout", [None, 60])
+@pytest.mark.parametrize("parts", [0, 1, 2])
+def test_buffers_of_the_framework(
+    path: Path, monkeypatch: pytest.MonkeyPatch, timeout: Any, parts: int
+) -> None:
+    """On the stream of the caller's thread, and nothing is written before they are settled."""
+    total = sum(array.nbytes for array in MODEL.values())
+    device, report = FakeDevice(total=total // 2), mfload.Report()
+    made = [Pooled(device, pool=Pool(2 * total, "")) for _ in range(parts or 1)]
+    arrays.take(monkeypatch, SeveralAdapter(made, lambda _: 0) if parts else made[0])
+    with made[0].on("side"):
+        found = _load(path, timeout=timeout, report=report)
+    if parts:  # The stand-in makes a tuple of one itself.
+        found = {name: array for name, (array,) in found.items()}
+    samples.assert_same(found, MODEL)
+    large = [array for array in MODEL.values() if array.nbytes >= Pooled.alone]
+    *rest, owner = made  # They share the device.
+    sizes = [-(-array.nbytes // 512) * 512 for array in large]
+    reserved, *done = owner.done
+    assert done == [("allocate", "side")] * (len(large) + 1) + [("settled", "side")]
+    assert sum(sizes) <= int(reserved[0].split()[1]) < total + 512 * len(MODEL)
+    assert all(one.done == [("settled", "side")] for one in rest)
+    assert report.device_peak_bytes == memory.live_bytes() == device.calls["allocate"] == 0
+    # What mfload allocates itself, CUDA has to have.
+    with pytest.raises(errors.MemoryLimitError, match="beside what numpy holds"):
+        _load(path, allocator="mfload")
+    del found
     _settled(device)
 
 
@@ -357,9 +430,10 @@ def test_a_load_that_does_not_fit_never_begins(path: Path, monkeypatch: pytest.M
     assert str(total // 2) in str(caught.value.found)
     assert int(str(caught.value.expected).split()[0]) >= total
     assert not device.calls["allocate"]
-    arrays.take(monkeypatch, arrays.Arrays(device, pool=Pool(total - 1, "give it more")))
-    with pytest.raises(errors.MemoryLimitError, match=r"memory that numpy has.*give it more"):
-        _load(path, allocator="framework")
+    for kind, allocator in [(arrays.Arrays, "framework"), (Pooled, "framework"), (Pooled, "auto")]:
+        arrays.take(monkeypatch, kind(device, pool=Pool(total - 1, "give it more")))
+        with pytest.raises(errors.MemoryLimitError, match=r"memory that numpy has.*give it more"):
+            _load(path, allocator=allocator)
     _settled(device)
 
 
@@ -444,13 +518,23 @@ def test_what_processes_exchange_is_reported_as_copied(path: Path) -> None:
         device.assert_clean()
 
 
+@pytest.mark.parametrize("kept", [True, False])
 @pytest.mark.parametrize(
     ("where", "late"), [(FakeStream, False), (FakeStream, True), (Ring, True), (PinnedSlot, True)]
 )
 def test_an_interrupt_of_the_end_gives_back_all_page_locks(
-    path: Path, monkeypatch: pytest.MonkeyPatch, small_slots: None, where: Any, late: bool
+    path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    small_slots: None,
+    where: Any,
+    late: bool,
+    kept: bool,
 ) -> None:
-    device = FakeDevice(mode="lazy")
+    """That of a load that fails, or of one of which nothing is kept."""
+    if not kept and where is Ring:
+        pytest.skip("kits close their slots themselves")
+    device = FakeDevice(mode="lazy", fail={"record": 3} if kept else {})
+    monkeypatch.setattr(staging, "KEPT", 1 << 30 if kept else 0)
     arrays.take(monkeypatch, arrays.Arrays(device))
     real, calls = where.close, itertools.count()
 
@@ -464,6 +548,7 @@ def test_an_interrupt_of_the_end_gives_back_all_page_locks(
     monkeypatch.setattr(where, "close", close)
     with pytest.raises(KeyboardInterrupt):
         _load(path, threads=1)
+    assert device.pinned == device.streams == 0
     _settled(device)
 
 

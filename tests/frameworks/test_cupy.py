@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib.machinery
 import importlib.util
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import samples
 from conformance import material
 from conformance.device_memory import DeviceMemoryConformance, Ground
 from conformance.export import kind, read
@@ -25,6 +27,7 @@ from devices.fake import FakeDevice
 import mfload
 from mfload import dtypes, errors, frameworks
 from mfload.cuda.device import Device
+from mfload.cuda.memory import live_bytes
 from mfload.dlpack import View
 from mfload.frameworks import cupy_adapter
 from mfload.frameworks.base import Adapter
@@ -63,6 +66,8 @@ class WithoutAPool(cupy_adapter.CupyAdapter):
 
     def pool(self, number: int) -> None:
         return None
+
+    allocator, allocating = Adapter.allocator, Adapter.allocating  # pyright: ignore
 
 
 class TestLanding(DeviceMemoryConformance):
@@ -133,7 +138,7 @@ class TestItsOwnMemory:
     def make(self, device: FakeDevice, **verbs: Any) -> cupy_adapter.CupyAdapter:
         def only_there(verb: Any) -> Any:
             def call(*args: Any, **named: Any) -> Any:
-                assert entered() == [device]
+                assert entered()[-1:] == [device]
                 return verb(*args, **named)
 
             return call
@@ -153,6 +158,22 @@ class TestItsOwnMemory:
         assert (lent.array, lent.memory.address, lent.memory.nbytes) == (array, 4096, 16)
         with pytest.raises(errors.MemoryLimitError, match=r"CuPy has no room.*512 bytes"):
             self.make(device, empty=self.full).lend([request])
+
+    def test_buffers(self, device: FakeDevice) -> None:
+        array = SimpleNamespace(data=SimpleNamespace(ptr=4096))
+        given: list[Any] = []
+        adapter = self.make(device, empty=lambda *args: given.append(args) or array)
+        waited = adapter._cupy.cuda.get_current_stream().synchronize
+        adapter._cupy.cuda.get_current_stream().synchronize = lambda: waited() or given.append("")
+        with adapter.allocating():
+            made = adapter.allocator(0, [16])(16), adapter.allocator(0, [0])(0)
+        assert given == [(16, "uint8"), (1, "uint8"), ""]
+        assert [(each.owner, each.address) for each in made] == [(array, 4096)] * 2
+        assert [each.nbytes for each in made] == [16, 0]
+        assert live_bytes() == 0
+        adapter = self.make(device, empty=self.full)
+        with pytest.raises(errors.MemoryLimitError, match=r"CuPy has no room.*512 bytes"):
+            adapter.allocator(0, [512])(512)
 
     def test_copied_from_the_host(self, device: FakeDevice) -> None:
         view = View("w", self.F32, (2,), np.arange(8, dtype=np.uint8), 0)
@@ -203,6 +224,27 @@ class TestOnTheHost:
         monkeypatch.setitem(sys.modules, "cupy", None)
         with pytest.raises(errors.FrameworkMissingError, match="pip install 'cupy-cuda13x>="):
             mfload.load(aligned[0], framework="cupy")
+
+
+@pytest.mark.gpu
+def test_a_reload_takes_nothing_from_cuda(tmp_path: Path) -> None:
+    if reason := no_gpu():
+        pytest.skip(reason)
+    cupy = pytest.importorskip("cupy")
+    numbers = {f"{n}": np.arange(size, dtype=np.float32) for n, size in enumerate([9, 1 << 20, 7])}
+    path, pool = samples.save(tmp_path / "m.safetensors", numbers), cupy.get_default_memory_pool()
+    held, begun = set[int](), pool.used_bytes()
+    for _ in range(3):
+        loaded = mfload.load(path, "cupy", device="cuda:0")
+        assert pool.used_bytes() - begun == (4 << 20) + 512
+        assert live_bytes() == 0
+        for name, array in loaded.items():
+            assert np.array_equal(array.get(), numbers[name])
+        del loaded, array
+        gc.collect()
+        assert pool.used_bytes() == begun
+        held.add(pool.total_bytes())
+    assert len(held) == 1
 
 
 @pytest.mark.gpu

@@ -64,7 +64,7 @@ class TestJaxPublicWay(JaxConformance):
 
     @pytest.fixture(autouse=True)
     def no_seam(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(private_api, "jax_capsule_importer", lambda device: None)
+        monkeypatch.setattr(private_api, "jax_capsule_importer", lambda *_: None)
 
     @pytest.mark.parametrize("number", [0, 5])
     def test_devices(self, aligned: Any, number: int) -> None:
@@ -166,7 +166,7 @@ class TestWide:
     ) -> None:
         assert not jax.config.jax_enable_x64
         if not seam:
-            monkeypatch.setattr(private_api, "jax_capsule_importer", lambda device: None)
+            monkeypatch.setattr(private_api, "jax_capsule_importer", lambda *_: None)
         numbers = np.array([2**40, -(2**63), 2**63 - 1], np.int64)
         rows = [material.Stored("n", "I64", (3,), numbers.tobytes())]
         path = save(tmp_path / "n.safetensors", rows)

@@ -14,7 +14,7 @@ import pytest
 import samples
 import torch
 from conformance import material
-from conformance.device_memory import Ground, allocation, disjoint, lent, request, wrapped
+from conformance.device_memory import Ground, allocation, disjoint, request, wrapped
 from conformance.material import Stored
 from conformance.suite import no_gpu
 from devices.fake import FakeDevice
@@ -144,7 +144,7 @@ class TestLanding:
         assert list(adapter.devices) == [lands[1], lands[0]]
         found = [allocation(adapter, row, devices=(n,)) for n in range(4)]
         assert [each.device for each in found] == [0, None, 1, 0]
-        assert [each.owner for each in found] == ["framework", "mfload", "framework", "framework"]
+        assert [each.owner for each in found] == ["mfload"] * 4
         assert not found[1].copied
         assert adapter.notes == ("a", "b")
         assert allocation(adapter, material.stored("f", "F4", (4, 8)), devices=(0,)).copied
@@ -159,12 +159,11 @@ class TestLanding:
     ) -> None:
         every = material.zoo()
         for part, land, number in ((0, lands[1], 5), (2, lands[0], 2)):
-            for way in (wrapped, lent):
-                wanted = every if way is wrapped else [x for x in every if x.dtype != "F4"]
-                arrays = way(Ground(adapter, land), wanted, (part,))
-                loaded = {row.name: x for row, (x,) in zip(wanted, arrays, strict=True)}
+            for own in (True, False):
+                arrays = wrapped(Ground(adapter, land), every, (part,), own=own)
+                loaded = {row.name: x for row, (x,) in zip(every, arrays, strict=True)}
                 assert {array.device for array in loaded.values()} == {cpu(number)}
-                LOOK.assert_loaded(loaded, wanted)
+                LOOK.assert_loaded(loaded, every)
                 del arrays, loaded
             assert left() == 0
 
@@ -172,19 +171,32 @@ class TestLanding:
         self, lands: Sequence[FakeDevice], adapter: several.SeveralAdapter
     ) -> None:
         requests = adapter.assign([request(row) for row in rows("a", "b")])
-        given = adapter.lend([each for each in requests if each.devices != (1,)])
-        where = [each.array[0].device for each in given]
-        assert where == [cpu(5), cpu(2), cpu(5)] * 2
-        assert [each.memory.device.name for each in given[:3]] == ["fake:5", "fake:2", "fake:5"]
+        where = [each.array[0].device for each in adapter.lend(requests)]
+        assert where == [cpu(5), cpu(0), cpu(2), cpu(5)] * 2
+
+    def test_what_each_allocates(
+        self, adapter: several.SeveralAdapter, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[Any] = []
+        real = JaxAdapter.allocator
+        monkeypatch.setattr(
+            JaxAdapter,
+            "allocator",
+            lambda self, *given: told.append((self.place, given)) or real(self, *given),
+        )
+        made = [adapter.allocator(n, [64, 128])(64) for n in (0, 1)]
+        assert told == [(cpu(5), (0, [64, 128])), (cpu(2), (0, [64, 128]))]
+        assert [each.device.name for each in made] == ["fake:5", "fake:2"]
+        assert [each.owner[0].device for each in made] == [cpu(5), cpu(2)]
 
     def test_whose_memory(self, lands: Sequence[FakeDevice]) -> None:
         first, second = lands
         (row,) = rows("w")
         unlike = several.SeveralAdapter([JaxAdapter(cpu(2), first), TorchAdapter(CPU, second)])
         for asked, owners in (
-            ("auto", ["framework", "mfload"]),
+            ("auto", ["mfload", "mfload"]),
             ("mfload", ["mfload", "mfload"]),
-            ("framework", ["framework", "framework"]),
+            ("framework", ["mfload", "framework"]),  # JAX's lie in buffers of XLA's.
         ):
             assert [allocation(unlike, row, asked, (n,)).owner for n in range(2)] == owners
 

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import safetensors.torch
+import samples
+import sending
 import torch
 from conformance import material
 from conformance.device_memory import DeviceMemoryConformance, Ground, lent, request, wrapped
 from conformance.export import ExportConformance, give, read
 from conformance.material import BITS, COMMON, FLOATS8, Stored, save
 from conformance.suite import ENGINES, WritableConformance, no_gpu
+from devices.entered import entered
 from devices.fake import FakeDevice
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
 
 import mfload
-from mfload import dtypes, errors
-from mfload.cuda import discovery
+from mfload import dtypes, errors, frameworks
+from mfload.cuda import discovery, memory
 from mfload.cuda.device import Device
 from mfload.frameworks import torch_adapter
 from mfload.frameworks.base import Adapter
@@ -100,6 +104,14 @@ class TestTorch(WritableConformance):
 class TestTorchLanding(DeviceMemoryConformance):
     look = TestTorch()
 
+    @pytest.fixture
+    def gpu(self) -> Any:
+        if reason := no_gpu():
+            pytest.skip(reason)
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no GPU")
+        return torch.device("cuda:0")
+
     def adapter(self, land: Device) -> Adapter:
         return torch_adapter.TorchAdapter(torch.device("cpu"), land)
 
@@ -134,6 +146,23 @@ class TestTorchLanding(DeviceMemoryConformance):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
         adapter.lend([request(material.stored("w", "U8", (3,)))] * 2)
         assert asked == [3, gpu, gpu, "wait"]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        with adapter.allocating():
+            assert entered() == [land]
+            held = adapter.allocator(0, [100])(100), adapter.allocator(0, [0])(0)
+            assert asked == [3, gpu, gpu, "wait", gpu, gpu]  # One wait for all.
+        assert asked.pop() == "wait"
+        assert [each.nbytes for each in held] == [100, 0]
+        assert held[1].address == held[1].owner.data_ptr() != 0
+        assert memory.live_bytes() == 0
+        adapter.allocator(0, [1 << 20, 1 << 20])(1 << 20)  # Before the first, it asks for both.
+        assert [asked.pop(), asked.pop()] == [gpu, gpu]
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with adapter.allocating():
+            own = adapter.allocator(0, [100])(100)
+        assert asked == [3, gpu, gpu, "wait", gpu, gpu]
+        assert memory.live_bytes() == own.nbytes
+        del own
         monkeypatch.setattr(torch.cuda, "stream", lambda entered: (entered,))
         assert adapter.follow() == (stream,)
 
@@ -153,6 +182,126 @@ class TestTorchLanding(DeviceMemoryConformance):
         with pytest.raises(errors.MemoryLimitError, match="no room") as caught:
             lent(Ground(self.adapter(FakeDevice()), FakeDevice()), [material.stored("w", "U8", ())])
         assert caught.value.found == "tried to allocate 7 GiB"
+
+    def test_a_buffer_that_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def empty(*_: Any, **__: Any) -> Any:
+            raise torch.cuda.OutOfMemoryError("tried to allocate 7 GiB")
+
+        monkeypatch.setattr(torch, "empty", empty)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        adapter = torch_adapter.TorchAdapter(SimpleNamespace(type="cuda"), FakeDevice())
+        with pytest.raises(errors.MemoryLimitError, match="torch has no room"):
+            adapter.allocator(0, [7 << 30, 7 << 30])(7 << 30)
+
+    def model(self, tmp_path: Any) -> tuple[Any, dict[str, Any]]:
+        numbers = {f"{n}.{kind}": np.arange(size, dtype=np.float32) + n for n in range(4)
+                   for kind, size in [("a", 2 << 18), ("norm", 100), ("b", 3 << 18)]}  # fmt: skip
+        return samples.save(tmp_path / "m.safetensors", numbers), numbers
+
+    def agree(self, loaded: dict[str, Any], numbers: dict[str, Any]) -> None:
+        assert loaded.keys() == numbers.keys()
+        for name, tensor in loaded.items():
+            assert np.array_equal(tensor.cpu().numpy(), numbers[name])
+
+    def test_memory_of_torchs(
+        self, ground: Ground, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Large tensors have storages of their own, small ones share one and nothing else."""
+        monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
+        path, numbers = self.model(tmp_path)
+        report = mfload.Report()
+        loaded = mfload.load(path, "torch", report=report)
+        assert report.device_peak_bytes == memory.live_bytes() == 0
+        self.agree(loaded, numbers)
+        for name, tensor in loaded.items():
+            held = tensor.untyped_storage()
+            if "norm" not in name:
+                assert (held.nbytes(), tensor.storage_offset()) == (tensor.nbytes, 0)
+        norms = [loaded[f"{n}.norm"] for n in range(4)]
+        (slab,) = {each.untyped_storage().data_ptr() for each in norms}
+        assert [each.data_ptr() - slab for each in norms] == [0, 512, 1024, 1536]
+        # A backward pass refuses what was changed since the forward one, by this count.
+        before = [each._version for each in norms]
+        norms[0].add_(1)
+        changed = zip([each._version for each in norms], before, strict=True)
+        assert [now - then for now, then in changed] == [1, 0, 0, 0]
+        assert not any(each._is_view() for each in norms)
+        written = tmp_path / "one.pt"
+        torch.save(loaded["0.a"], written)
+        assert written.stat().st_size < loaded["0.a"].nbytes + 8192
+        own = mfload.load(path, "torch", options=mfload.Options(allocator="mfload"))
+        assert memory.live_bytes() >= sum(each.nbytes for each in own.values())
+
+    @pytest.mark.gpu
+    def test_a_reload_takes_nothing_from_cuda(self, gpu: Any, tmp_path: Any) -> None:
+        path, numbers = self.model(tmp_path)
+        nbytes, held = sum(each.nbytes for each in numbers.values()), torch.cuda.memory_allocated
+        gc.collect()
+        torch.cuda.empty_cache()
+        begun, counts = held(gpu), set[tuple[int, int]]()
+        for _ in range(3):
+            loaded = mfload.load(path, "torch", device=gpu)
+            assert nbytes <= held(gpu) - begun < nbytes + (4 << 20)
+            self.agree(loaded, numbers)
+            loaded = {"0.a": loaded["0.a"], "3.norm": loaded["3.norm"]}
+            gc.collect()
+            # The rest is torch's again: the norms share 2 KiB.
+            kept = loaded["0.a"].nbytes + 2048
+            assert kept <= held(gpu) - begun < kept + (1 << 20)
+            del loaded
+            assert held(gpu) == begun
+            told = torch.cuda.memory_stats(gpu)
+            counts.add((told["num_device_alloc"], told["num_device_free"]))
+        assert len(counts) == 1
+
+    @pytest.mark.gpu
+    def test_large_tensors_come_out_of_few_allocations(self, gpu: Any, tmp_path: Any) -> None:
+        numbers = {f"{n:02}": np.full(5 << 20, n, np.uint8) for n in range(40)}
+        path = samples.save(tmp_path / "m.safetensors", numbers)
+        gc.collect()
+        torch.cuda.empty_cache()
+        made = torch.cuda.memory_stats(gpu)["num_device_alloc"]
+        loaded = mfload.load(path, "torch", device=gpu)
+        assert torch.cuda.memory_stats(gpu)["num_device_alloc"] - made == 1
+        self.agree(loaded, numbers)
+
+    @pytest.mark.gpu
+    def test_tensors_are_sent_to_another_process(self, gpu: Any, tmp_path: Any) -> None:
+        path, numbers = self.model(tmp_path)
+        loaded = mfload.load(path, "torch", device=gpu)
+        context = torch.multiprocessing.get_context("spawn")
+        given, results = context.Queue(), context.Queue()
+        child = context.Process(target=sending.total, args=(given, results), daemon=True)
+        child.start()
+        try:
+            given.put(list(loaded.values()))
+            wanted = [int(numbers[name].view(np.uint8).sum(dtype="i8")) for name in loaded]
+            assert results.get(timeout=60) == wanted
+            given.put(None)
+            child.join(60)
+        finally:
+            child.kill()
+
+    @pytest.mark.gpu
+    def test_a_load_minds_no_capture(self, gpu: Any, tmp_path: Any) -> None:
+        """Neither of another thread, nor of its own, which would write to the memory."""
+        path, numbers = self.model(tmp_path)
+
+        def load() -> dict[str, Any]:
+            return mfload.load(path, "torch", device=gpu)
+
+        ones = torch.ones(100, device=gpu)
+        torch.cuda.synchronize(gpu)
+        graph, loaded = torch.cuda.CUDAGraph(), list[dict[str, Any]]()
+        with ThreadPoolExecutor(1) as pool, torch.cuda.graph(graph):
+            made = ones + 1
+            loaded += [pool.submit(load).result(), load()]
+            made += ones
+        graph.replay()
+        torch.cuda.synchronize(gpu)
+        assert made.unique().tolist() == [3.0]
+        for each in loaded:
+            self.agree(each, numbers)
 
     def test_writing_in_place(self, ground: Ground) -> None:
         row = material.stored("w", "F32", (64, 3))

@@ -442,14 +442,21 @@ def test_blocks_and_readers_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
     for cores, direct, readers in ((1, False, 1), (5, False, 5), (64, False, 8), (1, True, 8)):
         monkeypatch.setattr(execute, "share_of_cores", lambda cores=cores: cores)
         assert execute.reader_threads(direct) == readers
+    # Only what the page cache holds is worth more of them.
+    for devices, cold, readers in ((1, False, 12), (1, True, 8), (4, False, 16), (0, False, 8)):
+        monkeypatch.setattr(execute, "share_of_cores", lambda: 64)
+        assert execute.reader_threads(cold, devices, cold=cold) == readers
     # Onto a device: a sixteenth in two slots for each reader, but for what 1 MiB each comes to.
-    for nbytes, most in ((1 << 34, 8 << 20), (1 << 27, 2 << 20), (1 << 20, 1 << 20)):
+    for nbytes, most in ((1 << 34, 16 << 20), (1 << 27, 2 << 20), (1 << 20, 1 << 20)):
         row = TensorInfo("a", dtypes.TABLE["U8"], (nbytes,), (Piece(0, 0, nbytes),))
         landing = Allocation(0, "mfload", copied=False)
         how = Readers()
         how.threads = 2
         limits = Limits([Request(row, row.dtype)], [landing], LoadOptions(), how)
         assert limits.costs.block == most
+        how.cold = True
+        limits = Limits([Request(row, row.dtype)], [landing], LoadOptions(), how)
+        assert limits.costs.block == min(most, 8 << 20)
 
 
 @pytest.mark.parametrize(("gap", "reads"), [((64 << 10) - 1, 1), (64 << 10, 2)])

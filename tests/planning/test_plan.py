@@ -239,6 +239,21 @@ def test_a_tensor_that_overflows_a_buffer_begins_the_next() -> None:
     assert layout.BUFFER + 5000 <= sizes[1] < layout.BUFFER + 9200
 
 
+@given(st.lists(st.sampled_from([0, 1, 300, 1 << 16, (1 << 20) - 1, 1 << 20, 3 << 20]), min_size=1))
+def test_large_tensors_of_a_device_may_have_buffers_of_their_own(sizes: list[int]) -> None:
+    there = [Allocation(0, "mfload", copied=False)] * len(sizes)
+    plan = make_plan(_whole(sizes, start=40), allocations=there, alone=1 << 20)
+    held: dict[int, list[tuple[int, int]]] = {}
+    for request, buffer, at in plan.places:
+        held.setdefault(buffer, []).append((at, request.nbytes))
+    assert len(held) == len(plan.buffers)
+    for number, places in held.items():
+        if max(nbytes for _, nbytes in places) >= 1 << 20:
+            assert places == [(0, plan.buffers[number].nbytes)]
+        else:
+            assert plan.buffers[number].nbytes <= layout.SLAB + 4096
+
+
 def _whole(sizes: list[int], start: int) -> list[Request]:
     requests: list[Request] = []
     for n, size in enumerate(sizes):
