@@ -205,6 +205,8 @@ def said(world: World, cases: list[str], run: Callable[[str], dict[str, Any] | N
             for thread in threading.enumerate():  # A stream that was dropped does not wait.
                 if thread.name == "mfload-reader":
                     thread.join(5)
+            if (kept := sys.modules.get("mfload.cuda.staging")) is not None:
+                kept.KITS.give_back()  # Slots that the next load would have.
             line["live"] = buffers.live_bytes()
             out.write(json.dumps(line) + "\n")
             out.flush()

@@ -103,7 +103,7 @@ class TensorflowAdapter(base.Adapter):
         tensors = self._new(wanted)
         if not self.on_host:
             # Kernels that were started before may still use memory that was given away again.
-            tf.test.experimental.sync_devices()
+            _wait(self.place)
         # Not tensor.numpy(), which is a copy.
         return [(x, data_address(tf.experimental.dlpack.to_dlpack(x))) for x in tensors]
 
@@ -130,6 +130,15 @@ def _eager() -> Generator[None]:
                 "tf.compat.v1.disable_eager_execution()",
             )
         yield
+
+
+def _wait(device: str) -> None:
+    """Returns when a device has done what was started before.
+
+    Not `tf.test.experimental.sync_devices`, which fails in a client that has joined others.
+    """
+    with tf.device(device):
+        float(tf.fill([], 0.0))  # A value gets to the host behind it.
 
 
 @_eager()

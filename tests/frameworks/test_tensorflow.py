@@ -270,12 +270,12 @@ class TestTensorflowLanding(DeviceMemoryConformance):
     ) -> None:
         # The second CPU is a device other than the host here.
         local, asked = tensorflow_adapter._local(), []
-        monkeypatch.setattr(tf.test.experimental, "sync_devices", lambda: asked.append("wait"))
+        monkeypatch.setattr(tensorflow_adapter, "_wait", asked.append)
         adapter = TensorflowAdapter(f"{local}/device:CPU:1", local, FakeDevice())
         rows = [material.stored("w", "BF16", (3,)), material.stored("b", "F32", (2, 0))]
         given = adapter.lend([request(row) for row in rows])
         assert {each.array.backing_device for each in given} == {f"{local}/device:CPU:1"}
-        assert asked == ["wait"]
+        assert asked == [f"{local}/device:CPU:1"]
 
     def test_a_device_that_is_full(self, monkeypatch: pytest.MonkeyPatch) -> None:
         adapter = self.adapter(FakeDevice())

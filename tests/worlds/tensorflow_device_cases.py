@@ -61,6 +61,14 @@ def values(here: World, spec: str, mode: str, allocator: str) -> dict[str, Any]:
     return {"read_bytes": report.read_bytes, "swaps": len(swaps)}
 
 
+def lent(here: World) -> None:
+    """TensorFlow's memory is waited for in a client that has joined others, too."""
+    local = tensorflow_adapter.make("CPU:0").place.rpartition("/device")[0]
+    place = f"{local}/device:CPU:1"
+    adapter = tensorflow_adapter.TensorflowAdapter(place, local, FakeDevice())
+    assert adapter.empty([("float32", (3,))])[0][0].backing_device == place
+
+
 def disk(here: World, after: str) -> None:
     with there(here), here.failing(int(after), io_error):
         here.load(SPECS["columns"], exchange="once", engine="pread")

@@ -17,7 +17,7 @@ def test_bytes_travel_between_devices(tmp_path: Path) -> None:
     values = ["values:replicated:mixed:mfload", "values:columns:lazy:framework"]
     values += ["values:columns:thread:mfload", "values:rows:lazy:auto"]
     late = ["disk:0", "device:copy_in:2:fail", "device:copy_in:2:fail_later"]
-    names = [*values, *late, values[0]]
+    names = [*values, "lent", *late, values[0]]
     ended = launching.launch(tmp_path, names, count=2, seconds=200, script=SCRIPT)
     for each in ended:
         assert each.code == 0, each.log
