@@ -121,9 +121,10 @@ endif
 mutants: .venv/test/.ready
 	$(TEST)/python tests/mutants.py $(MUTANTS)
 
-# On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`.
+# On a machine with a GPU, in the environment of its own: `make gpu PYTHON=python3`; the tests alone
+# with `GPU="--steps 0"`.
 gpu:
-	$(PYTHON) tests/on_gpu.py
+	$(PYTHON) -m benchmarks.gpu $(GPU)
 
 # What mfload loads for, and NIXL, each in an environment of its own, of up to 3 GB; but for Tunix
 # no part of `make test`. Of those with a NODEPS, the requirements are what their loaders or tests import.

@@ -171,3 +171,21 @@ def write_many_small(folder: Path, seed: int, tensors: int) -> Checkpoint:
     rng = np.random.default_rng(seed)
     shapes: Shapes = [(f"model.layers.{i}.weight", (512,)) for i in range(tensors)]
     return _save(folder, rng, [shapes], (None,), f"{tensors} tensors of 1 KiB")
+
+
+def write_single(folder: Path, seed: int, nbytes: int) -> Checkpoint:
+    """Write a Llama-like bf16 checkpoint of one file."""
+    rng = np.random.default_rng(seed)
+    family, shapes = draw(rng, nbytes)
+    return _save(folder, rng, [shapes], DATA_STARTS[:1], f"like {family.name}, in one file")
+
+
+def write_experts(folder: Path, seed: int, tensors: int, nbytes: int) -> Checkpoint:
+    """Write one file of `tensors` bf16 matrices, alike in size, as small experts have them."""
+    rng = np.random.default_rng(seed)
+    rows = max(1, nbytes // tensors // 512)
+    shapes: Shapes = [
+        (f"model.layers.{i // 192}.mlp.experts.{i % 192}.weight", (rows, 256))
+        for i in range(tensors)
+    ]
+    return _save(folder, rng, [shapes], (None,), f"{tensors} experts of {rows} × 256")

@@ -1,7 +1,8 @@
-"""One measurement, in a process of its own.
+"""Measurements in a process of their own, mostly one.
 
 The parent sends a job, one line of JSON, and waits for `ready`: imports and a first load are done.
-It then prepares page cache and memory, and says `go`. The result comes back as one line of JSON.
+It then prepares page cache and memory, and says `go`. The result comes back as one line of JSON,
+and another job may follow.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main() -> None:
-    """Serve one job and exit."""
+    """Serve jobs until no more come, and exit."""
     _die_with_parent(int(sys.argv[1]))
     # Libraries print what they like: their output goes to the log, ours to the parent alone.
     answers: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
@@ -139,9 +140,9 @@ def main() -> None:
         if sys.stdin.readline().strip() != "go":
             raise SystemExit("the parent has gone")
 
-    job: Job = json.loads(sys.stdin.readline())
-    print(json.dumps(measure(job, wait)), file=answers)
-    answers.flush()
+    while line := sys.stdin.readline():
+        job: Job = json.loads(line)
+        print(json.dumps(measure(job, wait)), file=answers, flush=True)
     os._exit(0)  # frameworks take seconds to tear down, and some crash in it; all is said
 
 

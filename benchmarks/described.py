@@ -15,8 +15,8 @@ from mfload.diagnostics import host
 
 _PACKAGES = (
     "numpy", "ml-dtypes", "jax", "torch", "tensorflow", "tensorflow-cpu", "paddlepaddle",
-    "safetensors", "fastsafetensors", "runai-model-streamer", "orbax-checkpoint", "xxhash",
-    "typer", "tqdm",
+    "cupy-cuda13x", "cupy-cuda12x", "safetensors", "fastsafetensors", "instanttensor",
+    "runai-model-streamer", "transformers", "orbax-checkpoint", "xxhash", "typer", "tqdm",
 )  # fmt: skip
 
 

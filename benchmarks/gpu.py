@@ -1,11 +1,12 @@
 """Try and measure loading onto a GPU: is it right, how fast is it, what is it measured against.
 
-    python -m benchmarks.gpu
+    python -m benchmarks.gpu [--steps 0,1,2,3,4,5,6,7,8] [--minutes 15]
 
 One command on any machine with an NVIDIA GPU, with whatever of the packages it finds. It writes
-`gpu-NAME.json`, `.md` and `.png`, named after the GPU, into `--out` ($OUT, or `docs/performance`),
-again after every step. Ends with status 1 if a check failed, and 2 without a GPU. `--device cpu`
-rehearses all of it on host arrays.
+`gpu-NAME.json`, `.md`, `.png` and, where tests failed, `.log`, named after the GPU, into `--out`
+($OUT, or `docs/performance`), again after every sample; with the JSON of an earlier run there, it
+goes on from it. Ends with status 1 if a check failed, and 2 without a GPU. `--device cpu` rehearses
+all of it on host arrays.
 """
 
 from __future__ import annotations
@@ -15,24 +16,38 @@ import contextlib
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, arguments, gpu_facts, gpu_tables, gpu_trials
+from benchmarks import ROOT, arguments, gpu_facts, gpu_steps, gpu_tables, gpu_trials, pages
 from benchmarks.gpu_memory import HOST
 from benchmarks.gpu_run import Run, Setting, put
 from benchmarks.results import Results
 
 
-def redraw(folder: Path) -> None:
-    """Pages and plots again from each `gpu-*.json` of a folder."""
-    for path in sorted(folder.glob("gpu-*.json")):
-        results = Results.read(path)
+def redraw(folder: Path, root: Path | None = None) -> None:
+    """Pages and plots again from each `gpu-*.json` of a folder.
+
+    Args:
+        folder: Where they are.
+        root: Of the checkout whose front page and page about GPUs show the last run on one.
+    """
+    found = {path: Results.read(path) for path in sorted(folder.glob("gpu-*.json"))}
+    # Older ones have other cases.
+    found = {path: results for path, results in found.items() if "steps" in results.run}
+    for path, results in found.items():
         put(results, path.with_suffix(""))
         _draw(results, path.with_suffix(".png"))
+    measured = [path for path, results in found.items() if gpu_tables.has_front(results)]
+    if root is not None and measured:
+        last = max(measured, key=lambda path: found[path].run["ended"])
+        pages.put(root / "README.md", gpu_tables.front(found[last]))
+        about = root / "docs" / "performance" / "gpu.md"
+        pages.put(about, gpu_tables.summary(found[last], last.stem))
 
 
 def _draw(results: Results, path: Path) -> None:
@@ -46,10 +61,22 @@ def _parser() -> argparse.ArgumentParser:
     parser = arguments.parser("gpu", __doc__)
     parser.set_defaults(out=os.environ.get("OUT") and Path(os.environ["OUT"]))
     parser.add_argument("--device", choices=("cuda:0", HOST), default="cuda:0")
-    parser.add_argument("--minutes", type=float, default=10, help="what it may take in all (10)")
+    every = ",".join(map(str, gpu_steps.PARTS))
+    parser.add_argument("--steps", type=_steps, default=every, help=f"which ({every})")
+    parser.add_argument("--minutes", type=float, default=15, help="what it may take in all (15)")
+    parser.add_argument(
+        "--wheels", type=Path, help="a folder of wheels of what is measured against"
+    )
     parser.add_argument("--gib", type=float, default=8, help="size of the checkpoint in GiB (8)")
-    parser.add_argument("--trials", default="", help="a regex: which checks and questions (all)")
     return parser
+
+
+def _steps(text: str) -> tuple[int, ...]:
+    found = tuple(map(int, text.split(",")))
+    unknown = sorted({*found} - {*gpu_steps.PARTS})
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no such step: {', '.join(map(str, unknown))}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out: Path = args.out or ROOT / "docs" / "performance"
     out.mkdir(parents=True, exist_ok=True)
     if args.redraw:
-        redraw(out)
+        redraw(out, ROOT if args.out is None else None)
         return 0
     gpu: dict[str, Any] | str = {} if args.device == HOST else gpu_facts.look()
     if isinstance(gpu, str):
@@ -77,13 +104,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     name = gpu_facts.slug(gpu["name"]) if gpu else "rehearsal"
     seed = secrets.randbelow(2**32) if args.seed is None else args.seed
     setting = Setting(
-        args.device, gpu, gpu_facts.cores(), args.minutes, args.gib, args.rounds, seed,
-        args.trials, out / f"gpu-{name}",
+        args.device, gpu, gpu_facts.cores(), args.steps, args.minutes, args.gib, args.rounds, seed,
+        out / f"gpu-{name}",
     )  # fmt: skip
     print(f"{gpu_facts.sentence(gpu)}; seed {seed}", flush=True)
     if args.workdir is not None:
         args.workdir.mkdir(parents=True, exist_ok=True)
     with _tidy_end(), tempfile.TemporaryDirectory(prefix="mfload-bench-", dir=args.workdir) as into:
+        if args.wheels is not None:
+            _unpack(args.wheels, Path(into) / "site")
         results = Run(setting, Path(into)).all()
     print("\n" + gpu_tables.targets(gpu_tables.judge(results)))
     failed = gpu_trials.failed(results.run["trials"])
@@ -91,6 +120,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     # From what was written, as `--redraw` does it.
     _draw(Results.read(setting.out.with_suffix(".json")), setting.out.with_suffix(".png"))
     return int(bool(failed))
+
+
+def _unpack(wheels: Path, site: Path) -> None:
+    """Puts wheels before what is installed, for this process and those that it starts."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps", "--target"]
+    subprocess.run([*pip, str(site), *map(str, wheels.glob("*.whl"))], check=True)
+    sys.path.insert(0, str(site))
+    places = filter(None, [str(site), os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(places)
 
 
 @contextlib.contextmanager

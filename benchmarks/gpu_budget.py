@@ -1,4 +1,4 @@
-"""The time a run may take, and what was left out of it for want of time."""
+"""The time a run may take, and a step of it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ class Budget:
         self._begun = clock()
         self._end = self._begun + seconds
         self._costs: dict[str, float] = {}
-        self.left_out: list[str] = []
-        """What was not done, in words."""
+
+    def part(self, seconds: float) -> Budget:
+        """A step's share, which ends with the whole at the latest; what things cost is shared."""
+        made = Budget(min(seconds, self.left), self._clock)
+        made._costs = self._costs
+        return made
 
     @property
     def left(self) -> float:
@@ -39,10 +43,3 @@ class Budget:
     def note(self, name: str, seconds: float) -> None:
         """Notes what a thing took."""
         self._costs[name] = seconds
-
-    def allows(self, seconds: float, what: str) -> bool:
-        """Whether there is time for something; notes it as left out where there is not."""
-        if seconds <= self.left:
-            return True
-        self.left_out.append(what)
-        return False

@@ -51,6 +51,18 @@ def page_sum(places: Iterable[Span], device: str) -> int:
     return total
 
 
+def begin(framework: str, device: str) -> None:
+    """Has a framework make its context on the device."""
+    module: Any = import_module(framework)
+    if framework == "jax":
+        on = module.devices("cpu" if device == HOST else "cuda")[0]
+        module.block_until_ready(module.device_put(np.zeros(1, np.uint8), on))
+    elif framework == "torch":
+        module.zeros(1, device=device)
+    else:
+        module.zeros(1)
+
+
 def synchronize(framework: str, arrays: Mapping[str, Any], device: str) -> None:
     """Returns when arrays can be used: the framework's work and the device's are done."""
     if framework == "jax":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -55,12 +56,12 @@ def _plain(files: Sequence[str], device: str) -> tuple[Arrays, object]:
 def _prefetch(files: Sequence[str], device: str) -> tuple[Arrays, object]:
     safe_open: Any = import_module("safetensors").safe_open
     arrays: Arrays = {}
-    for path in files:
-        with safe_open(path, framework="pt", device=device) as opened:
-            opened.prefetch()
-            for name in opened.keys():  # noqa: SIM118  It has no other way.
-                arrays[name] = opened.get_tensor(name)
-    return arrays, None
+    with ExitStack() as opened:
+        handles = [opened.enter_context(safe_open(path, framework="pt")) for path in files]
+        loaders = [opened.enter_context(handle.prefetch(device=device)) for handle in handles]
+        for loader in loaders:
+            arrays.update(loader)
+    return arrays, loaders
 
 
 def _flax(files: Sequence[str], device: str) -> tuple[Arrays, object]:
@@ -88,11 +89,19 @@ def _fast_gds(files: Sequence[str], device: str) -> tuple[Arrays, object]:
     return _fast(files, device, gds=True)
 
 
-def _instant(files: Sequence[str], device: str) -> tuple[Arrays, object]:
-    number = int(device.partition(":")[2] or 0)
-    opened = import_module("instanttensor").safe_open(list(files), framework="pt", device=number)
-    with opened as tensors:
+def _instant(files: Sequence[str], device: str, *, buffered: bool) -> tuple[Arrays, object]:
+    module = import_module("instanttensor")
+    how = {"backend": module.BackendPolicy.BUFFERED} if buffered else {}
+    with module.safe_open(list(files), framework="pt", device=device, **how) as tensors:
         return dict(tensors.tensors()), None
+
+
+def _instant_direct(files: Sequence[str], device: str) -> tuple[Arrays, object]:
+    return _instant(files, device, buffered=False)
+
+
+def _instant_buffered(files: Sequence[str], device: str) -> tuple[Arrays, object]:
+    return _instant(files, device, buffered=True)
 
 
 def _runai(files: Sequence[str], device: str) -> tuple[Arrays, object]:
@@ -127,11 +136,14 @@ def _orbax(files: Sequence[str], device: str) -> tuple[Arrays, object]:
 
 PEERS = {
     "safetensors.torch": Peer("safetensors.torch.load_file", "torch", "safetensors", _plain),
-    "safetensors.prefetch": Peer("safetensors, prefetch", "torch", "safetensors", _prefetch),
+    "safetensors.prefetch": Peer("safetensors, prefetch", "torch", "safetensors", _prefetch, False),
     "safetensors.flax": Peer("safetensors.flax.load_file", "jax", "flax", _flax),
     "fastsafetensors": Peer("fastsafetensors, nogds", "torch", "fastsafetensors", _fast_copied),
     "fastsafetensors.gds": Peer("fastsafetensors", "torch", "fastsafetensors", _fast_gds, False),
-    "instanttensor": Peer("InstantTensor", "torch", "instanttensor", _instant, False),
+    "instanttensor": Peer("InstantTensor", "torch", "instanttensor", _instant_direct, False),
+    "instanttensor.buffered": Peer(
+        "InstantTensor, buffered", "torch", "instanttensor", _instant_buffered, False
+    ),
     "orbax": Peer("Orbax, safetensors layout", "jax", "orbax", _orbax),
     "runai": Peer("runai-model-streamer, copied", "torch", "runai_model_streamer", _runai),
 }

@@ -1,32 +1,29 @@
-"""A run: trials, then rounds; its results are written after every step."""
+"""A run: steps in the order of their weight; results are written after every sample."""
 
 from __future__ import annotations
 
 import random
-import re
-import shutil
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, gpu_facts, gpu_tables, gpu_tasks, gpu_trials, pages, timings
-from benchmarks.checkpoint import Checkpoint, write_llama
+from benchmarks import ROOT, gpu_facts, gpu_steps, gpu_tables, gpu_tasks, gpu_trials, pages, timings
+from benchmarks.checkpoint import write_llama
 from benchmarks.gpu_budget import Budget
+from benchmarks.gpu_files import GIB, Files, room
 from benchmarks.gpu_memory import HOST
-from benchmarks.gpu_plan import Plan, too_early
 from benchmarks.gpu_rounds import Rounds, Step
-from benchmarks.gpu_trials import Group, Outcome
+from benchmarks.gpu_steps import ORDER, PARTS
+from benchmarks.gpu_trials import Outcome, Trials
 from benchmarks.process import environment
 from benchmarks.results import Results
 from benchmarks.runner import Bed
-from mfload.bench import machine
-from mfload.io import probes
 
-GIB = 1 << 30
 _WARMUP = 4_000_000
-_RESERVE = 25.0
+_RESERVE = 15.0
 """Seconds kept for the last page and the plot."""
 
 
@@ -38,27 +35,27 @@ class Setting:
         device: What is loaded onto.
         gpu: What is known of it; empty without one.
         cores: How many may be used.
+        steps: Which steps.
         minutes: What the run may take.
         gib: Size of the checkpoint.
-        rounds: How many rounds are wanted.
-        seed: What is drawn follows from it.
-        trials: Which trials, a regex.
+        rounds: How many rounds are wanted at most.
+        seed: What is drawn follows from it; of an earlier run where there was one.
         out: Where results go, a path without its suffix.
     """
 
     device: str
     gpu: dict[str, Any]
     cores: int
+    steps: tuple[int, ...]
     minutes: float
     gib: float
     rounds: int
     seed: int
-    trials: str
     out: Path
 
 
 class Run:
-    """A run.
+    """A run, which goes on from what an earlier one has written.
 
     Args:
         setting: What it is told.
@@ -68,128 +65,146 @@ class Run:
     def __init__(self, setting: Setting, folder: Path) -> None:
         self._setting, self._folder = setting, folder
         self._budget = Budget(setting.minutes * 60 - _RESERVE)
-        self._results = timings.begun(folder, setting.seed, setting.rounds, {})
-        self._results.run |= {
-            "gpu": setting.gpu, "cores": setting.cores, "minutes": setting.minutes,
-            "trials": [], "left_out": self._budget.left_out, "seconds": 0.0,
-        }  # fmt: skip
+        self._results = results = self._begun()
+        results.skipped.clear()  # Tried again.
         more = gpu_facts.environment(setting.gpu.get("count", 0))
-        self._env = environment({} if setting.device == HOST else more, [str(ROOT)])
-        self._more = more
+        more = {} if setting.device == HOST else more
+        env = environment(more, [str(ROOT)])
+        log = setting.out.with_suffix(".log")
+        self._trials = Trials(setting.device, env, folder, log, self._noted)
+        self._groups = gpu_trials.groups(setting.device, setting.cores)
+        most, limit = room(folder, setting.gpu)
+        wanted = int(setting.gib * GIB)
+        self._short = [] if wanted <= most else [
+            f"a checkpoint of {setting.gib:g} GiB: {limit} has room for {most / GIB:.2f} GiB"
+        ]  # fmt: skip
+        nbytes = int(min(wanted, most))
+        self._files = Files(folder, results.run["seed"], nbytes, more, self._written)
+        warmup = write_llama(folder / "warmup", setting.seed, _WARMUP)
+        self._rounds = Rounds(
+            results,
+            setting.device,
+            Bed(warmup.paths, gpu_tasks.__name__, [str(ROOT)], explain=True),
+            more,
+            random.Random(setting.seed),
+            self._ahead(nbytes),
+            self._write,
+        )
+
+    def _begun(self) -> Results:
+        setting, path = self._setting, self._setting.out.with_suffix(".json")
+        if path.exists():
+            found = Results.read(path)
+            if found.run.get("gib") != setting.gib:
+                raise SystemExit(
+                    f"{path} has figures of a checkpoint of {found.run.get('gib')} GiB, not "
+                    f"{setting.gib:g}: give --gib alike, or another --out"
+                )
+            kept = ("pass", "skip", "no")
+            found.run["trials"] = [t for t in found.run["trials"] if t["status"] in kept]
+            return found
+        results = timings.begun(self._folder, setting.seed, setting.rounds, {})
+        results.run |= {
+            "gpu": setting.gpu, "cores": setting.cores, "gib": setting.gib, "steps": [],
+            "trials": [], "left_out": [], "seconds": 0.0,
+        }  # fmt: skip
+        return results
 
     def all(self) -> Results:
-        """Tries and measures everything that there is time for."""
-        setting = self._setting
+        """Tries and measures everything that there is time for; more rounds in what is left."""
+        steps = [number for number in ORDER if number in self._setting.steps]
+        run = self._results.run
+        before, run["steps"] = run["seconds"], sorted({*run["steps"], *steps})
+        measured = {number: self._measured(number) for number in steps}
         with ThreadPoolExecutor(1) as pool:
             # The disk writes while trials wait for imports; those that measure come after.
-            writing = pool.submit(write_llama, self._folder / "large", setting.seed, self._size())
-            self._try(gpu_trials.questions(setting.device, setting.cores))
-            for group in gpu_trials.checks(setting.device, setting.cores, gds=self._gds()):
-                self._try(group)
-            found = writing.result()
-        self._try(gpu_trials.costs(setting.device))
-        self._checkpoint(found)
-        self._measure(found)
+            needed = dict.fromkeys(
+                step.subject.replace("served", "large")
+                for each in measured.values()
+                for step in each
+                if any(self._rounds.missing(step, at) for at in range(step.rounds))
+            )
+            writing = pool.submit(lambda: [self._files.get(name) for name in needed])
+            if 0 in steps:
+                self._step(0, [])
+            writing.result()
+        for bounded in (True, False):
+            for number in steps:
+                self._step(number, measured[number], bounded=bounded)
+        run["left_out"] = [*self._short, *self._left_out(steps, measured)]
+        run["seconds"] = before + self._budget.used
         self._write()
         return self._results
 
-    def _size(self) -> int:
-        """Bytes of the checkpoint: what was asked for, or what there is room for."""
-        wanted = int(self._setting.gib * GIB)
-        room = probes.memory_room()
-        limits = {"disk": shutil.disk_usage(self._folder).free * 0.8}
-        if room is not None:
-            limits[room[1]] = room[0] * 0.4
-        if self._setting.gpu:
-            limits["device memory"] = self._setting.gpu["memory"] * 0.2
-        where, most = min(limits.items(), key=lambda pair: pair[1])
-        if wanted > most:
-            self._budget.left_out.append(
-                f"a checkpoint of {self._setting.gib:g} GiB: {where} has room for "
-                f"{most / GIB:.2f} GiB"
-            )
-        return int(min(wanted, most))
+    def _step(self, number: int, measured: Iterable[Step], *, bounded: bool = True) -> None:
+        """Goes on with a step, for its own minutes or for all that are left."""
+        part = PARTS[number]
+        budget = self._budget.part(part.minutes * 60 if bounded else self._budget.left)
+        done = {each["name"] for each in self._results.run["trials"]}
+        for group in self._groups.get(number, ()):
+            left = {**group, "names": [name for name in group["names"] if name not in done]}
+            self._trials.run(left, budget)  # type: ignore[arg-type]
+        for step in measured:
+            if not any(self._rounds.missing(step, at) for at in range(step.rounds)):
+                continue
+            with self._files.lent(step.subject, self._setting.device) as subject:
+                if not self._rounds.take(step, subject, budget):
+                    break
+        print(f"step {number}, {part.what}: {budget.used:.0f} s", flush=True)
 
-    def _gds(self) -> bool:
-        return any(
-            t["name"] == "gds" and t["status"] == "pass" for t in self._results.run["trials"]
-        )
+    def _measured(self, number: int) -> list[Step]:
+        """What a step measures here; notes why the rest can't be."""
+        setting, found = self._setting, list[Step]()
+        for step in gpu_steps.steps(number, setting.device, setting.cores):
+            groups: list[list[str]] = []
+            for group in step.groups:
+                whys = {name: gpu_tasks.why_not(name, setting.device) for name in group}
+                groups.append([name for name, why in whys.items() if why is None])
+                for name, why in whys.items():
+                    skipped = (step.case.name, gpu_tasks.label(name), why or "")
+                    if why and skipped not in self._results.skipped:
+                        self._results.skipped.append(skipped)
+            rounds = min(step.rounds, setting.rounds)
+            kept = [group for group in groups if group]
+            found += [step._replace(groups=kept, rounds=rounds)] if kept else []
+        return found
 
-    def _try(self, group: Group) -> None:
-        wanted = re.compile(self._setting.trials)
-        chosen = [name for name in group["names"] if wanted.search(name)]
-        group["names"] = chosen
-        gpu_trials.run(
-            group, self._setting.device, self._env, self._budget, self._folder, self._noted
-        )
-        self._write()
+    def _left_out(self, steps: list[int], measured: dict[int, list[Step]]) -> list[str]:
+        """What there was no time for."""
+        tried = {each["name"] for each in self._results.run["trials"]}
+        found: dict[str, None] = {}
+        for number in steps:
+            names = [n for group in self._groups.get(number, ()) for n in group["names"]]
+            if late := [name for name in names if name not in tried]:
+                found[f"step {number}: {', '.join(late)}"] = None
+            for step in measured[number]:
+                for at in range(step.rounds):
+                    if groups := self._rounds.missing(step, at):
+                        names = [gpu_tasks.label(name) for group in groups for name in group]
+                        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+                        found[f"step {number}, {step.case.name}: round {at + 1} of "
+                              f"{'; '.join(names[:4])}{more}"] = None  # fmt: skip
+        return list(found)
 
     def _noted(self, outcome: Outcome) -> None:
         self._results.run["trials"].append(outcome)
-        print(f"  {outcome['status']:7} {outcome['name']:34} {outcome['said'][:150]}", flush=True)
-
-    def _checkpoint(self, found: Checkpoint) -> None:
-        self._results.checkpoints["large"] = {
-            "nbytes": found.nbytes,
-            "tensors": found.tensors,
-            "files": len(found.paths),
-            "starts": list(found.starts),
-            "drawn": found.drawn,
-        }
-        print(f"{found.nbytes / 1e9:.2f} GB, {found.tensors} tensors, {found.drawn}", flush=True)
-
-    def _measure(self, found: Checkpoint) -> None:
-        setting = self._setting
-        warmup = write_llama(self._folder / "warmup", setting.seed, _WARMUP)
-        rounds = Rounds(
-            self._results,
-            setting.device,
-            found.subject(),
-            Bed(warmup.paths, gpu_tasks.__name__, [str(ROOT)], explain=True),
-            self._more,
-            self._budget,
-            random.Random(setting.seed),
-            self._ahead(found.nbytes),
-            self._write,
-        )
-        plan = Plan(
-            self._results, setting.device, setting.cores, gds=self._gds(), rounds=setting.rounds
-        )
-        self._take(rounds, plan.warm_ceilings())
-        why = None
-        try:
-            machine.fill_or_drop(found.subject().extents, cold=True)
-        except machine.UnfitError as error:
-            why = str(error)
-        if why is not None:
-            self._results.skipped.append(("cold", "all", why))
-        else:
-            self._take(rounds, plan.cold_ceilings())
-        for step in plan.rest():
-            if step.case.cold and why is not None:
-                continue
-            if too_early(step, self._results):
-                self._budget.left_out.append(f"{step.case.name}: no load as it comes was measured")
-                continue
-            self._take(rounds, step)
-
-    def _take(self, rounds: Rounds, step: Step) -> None:
-        rounds.take(step)
+        said = outcome["said"][: 600 if gpu_trials.failed([outcome]) else 150]
+        print(f"  {outcome['status']:7} {outcome['name']:34} {said}", flush=True)
         self._write()
+
+    def _written(self, name: str, about: dict[str, Any]) -> None:
+        self._results.checkpoints[name] = about
+        print(f"{name}: {about['nbytes'] / 1e9:.2f} GB, {about['tensors']} tensors, "
+              f"{about['drawn']}", flush=True)  # fmt: skip
 
     def _ahead(self, nbytes: int) -> int:
         """How many processes get ready side by side: JAX leaves the others a quarter of a GPU."""
-        room = self._setting.gpu.get("memory", 4 * (nbytes * 2 + 8 * GIB)) / 4
-        return max(1, min(6, self._setting.cores // 2)) if room > nbytes * 1.3 + 6 * GIB else 1
+        left = self._setting.gpu.get("memory", 4 * (nbytes * 2 + 8 * GIB)) / 4
+        return max(1, min(6, self._setting.cores // 2)) if left > nbytes * 1.3 + 6 * GIB else 1
 
     def _write(self) -> None:
-        run = self._results.run
-        run["seconds"] = self._budget.used
-        run["ended"] = time.strftime("%Y-%m-%d %H:%M")
-        if self._results.checkpoints:
-            put(self._results, self._setting.out)
-        else:
-            self._results.save(self._setting.out.with_suffix(".json"))
+        self._results.run["ended"] = time.strftime("%Y-%m-%d %H:%M")
+        put(self._results, self._setting.out)
 
 
 def put(results: Results, out: Path) -> None:

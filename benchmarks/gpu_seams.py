@@ -1,198 +1,222 @@
-"""Measure loading into CUDA tensors under seams of other libraries, against their own ways.
+"""Reading into CUDA tensors under seams of other libraries, theirs and ours in turns.
 
-    python -m benchmarks.gpu_seams [--gib 2] [--rounds 5]
-
-Needs an NVIDIA GPU, CuPy, PyTorch and safetensors; transformers takes part where it is installed.
-Theirs and ours take turns in one process, from a warm page cache, and every value is compared.
-Prints a table, best and median, and ends with status 1 if a value differs. `--device cpu` rehearses
-it on host arrays.
+A seam is called `seam:WHAT:theirs` and `seam:WHAT:ours`. Before a process measures ours for the
+first time, all values are compared with theirs.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import safetensors
-import safetensors.torch
-import torch
-import torch.distributed.checkpoint as dcp
-
 import mfload
-from benchmarks import gpu_facts
-from benchmarks.checkpoint import write_llama
-from mfload.compat import safetensors as compat
-from mfload.compat.dcp import HuggingFaceReader
-from mfload.compat.safetensors import torch as compat_torch
+from benchmarks.gpu_memory import HOST
+from benchmarks.tasks import Found, Job, Task
 
 Way = Callable[[], dict[str, Any]]
+Pair = tuple[Way, Way]
+"""Theirs and ours."""
 
 
-def whole(path: Path, device: str) -> dict[str, tuple[Way, Way]]:
-    """Ways to read one file: theirs and ours."""
-
-    def tensors(module: Any) -> dict[str, Any]:
-        with module.safe_open(path, framework="pt", device=device) as opened:
-            return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-
-    def halves(module: Any) -> dict[str, Any]:
-        with module.safe_open(path, framework="pt", device=device) as opened:
-            parts = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            sizes = {name: part.get_shape() for name, part in parts.items()}
-            return {name: parts[name][: -(-n[0] // 2)] for name, n in sizes.items() if n}
-
-    def checkpoint(reader: Any) -> dict[str, Any]:
-        rows = reader.read_metadata().state_dict_metadata.items()
-        state = {
-            name: torch.empty(row.size, dtype=row.properties.dtype, device=device)
-            for name, row in rows
-        }
-        dcp.load(state, storage_reader=reader, no_dist=True)
-        return state
-
-    at, folder = str(path), str(path.parent)
-    return {
-        "load_file": (
-            lambda: safetensors.torch.load_file(at, device=device),
-            lambda: compat_torch.load_file(at, device=device),
-        ),
-        "safe_open, tensor by tensor": (lambda: tensors(safetensors), lambda: tensors(compat)),
-        "safe_open, halves": (lambda: halves(safetensors), lambda: halves(compat)),
-        "torch's distributed checkpoints": (
-            lambda: checkpoint(dcp.HuggingFaceStorageReader(folder)),
-            lambda: checkpoint(HuggingFaceReader(folder)),
-        ),
-    }
+def names(what: str) -> list[str]:
+    """The names of a seam: theirs and ours."""
+    return [f"seam:{what}:theirs", f"seam:{what}:ours"]
 
 
-def parts(path: Path, device: str) -> dict[str, tuple[Way, Way]]:
+def is_seam(name: str) -> bool:
+    """Whether a name is that of a seam."""
+    return name.startswith("seam:")
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is mfload's way."""
+    return name.endswith(":ours")
+
+
+def label(name: str) -> str:
+    """What it is called."""
+    _, what, whose = name.split(":")
+    return f"{WHAT[what]}: {'mfload' if whose == 'ours' else whose}"
+
+
+def why_not(name: str) -> str | None:
+    """Why it can't be measured."""
+    more = ["transformers", "accelerate"] if ":transformers:" in name else []
+    missing = [each for each in ["torch", "safetensors", *more] if find_spec(each) is None]
+    return f"not installed: {', '.join(missing)}" if missing else None
+
+
+def _load_file(path: Path, device: str) -> Pair:
+    theirs: Any = import_module("safetensors.torch").load_file
+    ours: Any = import_module("mfload.compat.safetensors.torch").load_file
+    return lambda: theirs(str(path), device=device), lambda: ours(str(path), device=device)
+
+
+def _openers(path: Path, device: str, use: Callable[[Any], dict[str, Any]]) -> Pair:
+    def way(module: str) -> Way:
+        opener: Any = import_module(module).safe_open
+
+        def opened() -> dict[str, Any]:
+            with opener(path, framework="pt", device=device) as file:
+                return use(file)
+
+        return opened
+
+    return way("safetensors"), way("mfload.compat.safetensors")
+
+
+def _tensors(path: Path, device: str) -> Pair:
+    def use(file: Any) -> dict[str, Any]:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  It has none.
+
+    return _openers(path, device, use)
+
+
+def _halves(path: Path, device: str) -> Pair:
+    def use(file: Any) -> dict[str, Any]:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        sizes = {name: part.get_shape() for name, part in parts.items()}
+        return {name: parts[name][: -(-n[0] // 2)] for name, n in sizes.items() if n}
+
+    return _openers(path, device, use)
+
+
+def _checkpoint(path: Path, device: str) -> Pair:
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from mfload.compat.dcp import HuggingFaceReader
+
+    def way(make: Callable[[str], Any]) -> Way:
+        def loaded() -> dict[str, Any]:
+            reader = make(str(path.parent))
+            rows = reader.read_metadata().state_dict_metadata.items()
+            state = {
+                name: torch.empty(row.size, dtype=row.properties.dtype, device=device)
+                for name, row in rows
+            }
+            dcp.load(state, storage_reader=reader, no_dist=True)
+            return state
+
+        return loaded
+
+    return way(dcp.HuggingFaceStorageReader), way(HuggingFaceReader)
+
+
+def _into(path: Path, device: str, dim: int) -> Pair:
     """Halves of tensors, copied into parameters that are there, as weight loaders of vLLM do."""
-    made: dict[str, tuple[Way, Way]] = {}
+    import safetensors
+    import torch
+
+    targets: dict[str, Any] = {}
     with safetensors.safe_open(path, framework="pt") as opened:
-        shapes = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-    for what, dim in (("rows", 0), ("columns", -1)):
-        targets: dict[str, Any] = {}
-        for name, shape in shapes.items():
-            if half := list(shape):
+        for name in opened.keys():  # noqa: SIM118  It has no other way.
+            if half := list(opened.get_slice(name).get_shape()):
                 half[dim] //= 2
-                targets[name] = torch.empty(half, dtype=torch.bfloat16, device=device)
+                targets[name] = torch.zeros(half, dtype=torch.bfloat16, device=device)
 
-        def fill(name: str, tensor: Any, targets: Any = targets, dim: int = dim) -> None:
-            if name in targets:
-                length = targets[name].shape[dim]
-                targets[name].copy_(tensor.narrow(dim, tensor.shape[dim] - length, length))
+    def fill(name: str, tensor: Any) -> None:
+        if name in targets:
+            length = targets[name].shape[dim]
+            targets[name].copy_(tensor.narrow(dim, tensor.shape[dim] - length, length))
 
-        def theirs(fill: Any = fill, targets: Any = targets) -> dict[str, Any]:
-            emptied(targets)
-            with safetensors.safe_open(path, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    fill(name, opened.get_tensor(name))
-            return dict(targets)
+    def theirs() -> dict[str, Any]:
+        with safetensors.safe_open(path, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                fill(name, opened.get_tensor(name))
+        return targets
 
-        def ours(fill: Any = fill, targets: Any = targets) -> dict[str, Any]:
-            emptied(targets)
-            with mfload.stream(path, "torch", lazy=True) as tensors:
-                for name, tensor in tensors:
-                    fill(name, tensor)
-            return dict(targets)
+    def ours() -> dict[str, Any]:
+        with mfload.stream(path, "torch", lazy=True) as tensors:
+            for name, tensor in tensors:
+                fill(name, tensor)
+        return targets
 
-        made[f"{what} into parameters"] = theirs, ours
-    return made
+    return theirs, ours
 
 
-def emptied(targets: dict[str, Any]) -> None:
-    """Takes away what the other way left; both need as long for it."""
-    for each in targets.values():
-        each.zero_()
-
-
-def model(folder: Path, gib: float, device: str) -> dict[str, tuple[Way, Way]]:
-    """A model of transformers."""
+def _model(path: Path, device: str) -> Pair:
+    folder = path.parent
+    if not (folder / "config.json").exists():  # The tiny checkpoint, before the clock.
+        return _load_file(path, device)
     import transformers
 
-    from benchmarks.seams import write
     from mfload.compat.transformers import from_pretrained
 
-    write(folder, gib)
     cls = transformers.LlamaForCausalLM
-    return {
-        "transformers": (
-            lambda: cls.from_pretrained(folder, device_map=device).state_dict(),
-            lambda: from_pretrained(cls, folder, device_map=device).state_dict(),
-        )
-    }
+    return (
+        lambda: cls.from_pretrained(folder, device_map=device).state_dict(),
+        lambda: from_pretrained(cls, folder, device_map=device).state_dict(),
+    )
 
 
-def _bits(tensor: Any) -> Any:
-    return tensor.reshape(-1).view(torch.uint8)
+_PAIRS: dict[str, Callable[[Path, str], Pair]] = {
+    "load_file": _load_file,
+    "tensors": _tensors,
+    "halves": _halves,
+    "rows": lambda path, device: _into(path, device, 0),
+    "columns": lambda path, device: _into(path, device, -1),
+    "dcp": _checkpoint,
+    "transformers": _model,
+}
+WHAT = {
+    "load_file": "safetensors.torch.load_file",
+    "tensors": "safe_open, tensor by tensor",
+    "halves": "safe_open, halves",
+    "rows": "rows into parameters, as vLLM does",
+    "columns": "columns into parameters",
+    "dcp": "torch's distributed checkpoints",
+    "transformers": "transformers, device_map",
+}
+"""What each is called."""
 
 
-def timed(way: Way, settle: Callable[[], object]) -> tuple[float, dict[str, Any]]:
-    """Seconds, and what came."""
-    gc.collect()
-    settle()
-    start = time.perf_counter()
-    made = way()
-    settle()
-    return time.perf_counter() - start, made
+@cache
+def _pair(what: str, path: str, device: str) -> Pair:
+    return _PAIRS[what](Path(path), device)
 
 
-def compare(what: str, pair: tuple[Way, Way], rounds: int, settle: Callable[[], object]) -> bool:
-    """Prints a row of the table; whether all values were the same."""
-    seconds: tuple[list[float], list[float]] = [], []
-    same = True
-    for _ in range(rounds + 1):
-        first, theirs = timed(pair[0], settle)
-        theirs = {name: each.clone() for name, each in theirs.items()}
-        second, ours = timed(pair[1], settle)
-        same &= theirs.keys() == ours.keys()
-        same &= all(torch.equal(_bits(each), _bits(ours[name])) for name, each in theirs.items())
-        for found, one in zip(seconds, (first, second), strict=True):
-            found.append(one)
-        del theirs, ours
-    cells = [f"{min(each[1:]):.3f} ({median(each[1:]):.3f})" for each in seconds]  # One warms up.
-    ratio = min(seconds[0][1:]) / min(seconds[1][1:])
-    print(f"| {what} | {cells[0]} | {cells[1]} | {ratio:.2f} | {same} |", flush=True)
-    return same
+def _settle(device: str) -> None:
+    if device != HOST:
+        sys.modules["torch"].cuda.synchronize()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_seams")
-    parser.add_argument("--gib", type=float, default=2, help="size of the checkpoints in GiB (2)")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (5)")
-    parser.add_argument("--device", choices=("cuda:0", "cpu"), default="cuda:0")
-    args = parser.parse_args(argv)
-    there: str = args.device
-    gpu = {} if there == "cpu" else gpu_facts.look()
-    if isinstance(gpu, str):
-        print(f"benchmarks.gpu_seams needs an NVIDIA GPU: {gpu}", file=sys.stderr)
-        return 2
-    print(f"{gpu_facts.sentence(gpu)}; PyTorch {torch.__version__}\n")
-    settle = torch.cuda.synchronize if gpu else bool
-    print("| | theirs, s | mfload, s | ratio | same |\n|---|--:|--:|--:|---|")
-    with tempfile.TemporaryDirectory(prefix="mfload-bench-") as folder:
-        largest = max(
-            write_llama(Path(folder) / "files", 1, int(args.gib * 2**30)).paths,
-            key=lambda path: Path(path).stat().st_size,
-        )
-        alone = Path(folder) / "one" / "model.safetensors"
-        alone.parent.mkdir()
-        alone.hardlink_to(largest)
-        ways = whole(alone, there) | parts(alone, there)
-        if find_spec("transformers") is not None:
-            ways |= model(Path(folder) / "model", args.gib, there)
-        results = [compare(what, pair, args.rounds, settle) for what, pair in ways.items()]
-    return int(not all(results))
+@cache
+def _compare(what: str, path: str, device: str) -> None:
+    """Compares all values, once a process."""
+    import torch
+
+    theirs, ours = _pair(what, path, device)
+    first = theirs()
+    expected = {name: tensor.clone() for name, tensor in first.items()}
+    for tensor in first.values() if what in ("rows", "columns") else ():
+        tensor.zero_()  # Ours lands where theirs did.
+    del first
+    found = ours()
+    if found.keys() != expected.keys():
+        raise AssertionError(f"{what}: other tensors")
+    for name, tensor in expected.items():
+        flat = (each.reshape(-1).view(torch.uint8) for each in (tensor, found[name]))
+        if not torch.equal(*flat):
+            raise AssertionError(f"{what}: other values of {name}")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def find(name: str, device: str) -> Task:
+    """The task of a name."""
+    _, what, whose = name.split(":")
+
+    def run(job: Job) -> dict[str, Any]:
+        made = _pair(what, job["files"][0], device)[whose == "ours"]()
+        _settle(device)
+        return made
+
+    def prepare(job: Job) -> None:
+        if whose == "ours":
+            _compare(what, job["files"][0], device)
+
+    return Task(run, lambda made: Found(made, []), prepare)

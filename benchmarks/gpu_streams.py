@@ -14,6 +14,7 @@ _ELEMENTS = 1_000_003
 """Floats of a tensor: no multiple of anything, and several to a slot."""
 _BUSY = 600_000_000
 """Cycles that a stream is kept busy: a third of a second or so."""
+_RACES = 20
 
 
 def streams(given: Given, framework: str, allocator: str) -> str:
@@ -92,13 +93,18 @@ def _jax(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
     return found
 
 
+def _spin(cp: Any) -> Any:
+    """A kernel that takes so many cycles."""
+    source = 'extern "C" __global__ void spin(long long n) { long long t = clock64(); '
+    return cp.RawKernel(source + "while (clock64() - t < n) {} }", "spin")
+
+
 def _cupy(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
     given.need_gpu()
     need_kernels()
     cp = gpu_memory.cupy()
     stream = cp.cuda.Stream(non_blocking=True)
-    source = 'extern "C" __global__ void spin(long long n) { long long t = clock64(); '
-    spin = cp.RawKernel(source + "while (clock64() - t < n) {} }", "spin")
+    spin = _spin(cp)
     found: Found = []
     for number in (0, 1):
         with stream:
@@ -113,6 +119,88 @@ def _cupy(given: Given, load: Callable[[int], dict[str, Any]]) -> Found:
         stream.synchronize()
         found += [(n, {name: a.get() for name, a in which.items()})
                   for n, which in ((number, outs), (number, more), (1 - number, last))]  # fmt: skip
+    return found
+
+
+def busy_mmap(given: Given) -> str:
+    """CuPy through a map of the file, on a stream that is busy and does not block the null one."""
+    given.need_gpu()
+    need_kernels()
+    cp = gpu_memory.cupy()
+    path = given.folder / "mmap.safetensors"
+    values = floats(path, 5, _ELEMENTS, 3)
+    stream, spin = cp.cuda.Stream(non_blocking=True), _spin(cp)
+    for turn in range(_RACES):
+        with stream:
+            spin((1,), (1,), (_BUSY // 10,))
+            arrays = given.load(path, "cupy", engine="mmap")
+            outs = {name: array + array for name, array in arrays.items()}
+            arrays.clear()
+        stream.synchronize()
+        _right(turn, {name: out.get() for name, out in outs.items()}, values)
+    return f"{_RACES} rounds"
+
+
+def dropped(given: Given) -> str:
+    """Tensors of a stream, used and dropped on a side stream while the next are being loaded."""
+    import torch
+
+    import mfload
+
+    given.need_gpu()
+    path = given.folder / "dropped.safetensors"
+    values = floats(path, 8, _ELEMENTS, 4)
+    side: Any = torch.cuda.Stream()
+    for turn in range(_RACES):
+        outs: dict[str, Any] = {}
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(_BUSY // 10)
+            with mfload.stream(path, "torch", device=given.device) as tensors:
+                for name, tensor in tensors:
+                    outs[name] = tensor + tensor
+                    del tensor
+        side.synchronize()
+        _right(turn, {name: out.cpu().numpy() for name, out in outs.items()}, values)
+    return f"{_RACES} rounds"
+
+
+def lazy(given: Given) -> str:
+    """Lazy `copy_` into parameters, used at once on the same stream, without waiting."""
+    import torch
+
+    import mfload
+
+    path = given.folder / "lazy.safetensors"
+    values = floats(path, 8, _ELEMENTS, 5)
+    targets = {name: torch.empty(_ELEMENTS, device=given.device) for name in values}
+    side: Any = torch.cuda.Stream() if given.gpu else None
+    for turn in range(_RACES if given.gpu else 1):
+        with torch.cuda.stream(side):
+            for target in targets.values():
+                target.fill_(float("nan"))
+            if given.gpu:
+                torch.cuda._sleep(_BUSY // 10)
+            with mfload.stream(path, "torch", lazy=True) as tensors:
+                outs: dict[str, Any] = {}
+                for name, tensor in tensors:
+                    outs[name] = targets[name].copy_(tensor) * 2
+        if given.gpu:
+            side.synchronize()
+        _right(turn, {name: out.cpu().numpy() for name, out in outs.items()}, values)
+    return f"{_RACES} rounds"
+
+
+def _right(turn: int, outs: dict[str, np.ndarray], values: dict[str, np.ndarray]) -> None:
+    bad = wrong(outs, {name: value + value for name, value in values.items()})
+    if bad:
+        raise AssertionError(f"round {turn + 1}: wrong {', '.join(bad)}")
+
+
+def races(frameworks: list[str], *, gpu: bool) -> list[str]:
+    """The trials of races that were found by reading, by name."""
+    found = ["busy-mmap"] if "cupy" in frameworks else []
+    if "torch" in frameworks:
+        found += [*(["dropped"] if gpu else []), "lazy"]
     return found
 
 

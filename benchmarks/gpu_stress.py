@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,18 @@ _PATIENCE = 5.0
 _PAUSE = 0.02
 
 
+def _let_go() -> None:
+    """Gives back the slots that the process keeps for its next load."""
+    kits: Any = getattr(import_module("mfload.cuda.staging"), "KITS", None)
+    if kits is not None:
+        kits.give_back()
+
+
 def _free(given: Given) -> int:
     """What the device can give when mfload holds nothing more; waits for that."""
     import mfload
 
+    _let_go()
     end = time.monotonic() + _PATIENCE
     gc.collect()
     while mfload.live_bytes() and time.monotonic() < end:
@@ -85,7 +94,7 @@ def _lifetime(given: Given, path: Path, framework: str, engine: str, allocator: 
 
 
 def pins(given: Given, framework: str, engine: str) -> str:
-    """What is page-locked during a load is unlocked after it."""
+    """What is page-locked during a load is unlocked once the slots that are kept are given back."""
     given.need_gpu()
     given.try_engine(framework, engine)
     runtime = gpu_memory.cupy().cuda.runtime
@@ -107,10 +116,12 @@ def pins(given: Given, framework: str, engine: str) -> str:
     path = given.folder / "pins.safetensors"
     write(path, [Row(f"w.{i}", "F32", (8 * MIB,)) for i in range(4)], 1)
     given.load(path, framework, engine=engine)  # Whoever keeps something for ever has it now.
+    _let_go()
     before = gpu_facts.kernel_pins()
     runtime.hostRegister, runtime.hostUnregister = registering, unregistering
     try:
         arrays = given.load(path, framework, engine=engine)
+        _let_go()
     finally:
         runtime.hostRegister, runtime.hostUnregister = register, unregister
     after = gpu_facts.kernel_pins()

@@ -1,9 +1,9 @@
 """What a measuring process loads, and onto which device.
 
 A task is called `device/way`: `cuda:0/peak`, `cuda:0/safetensors.torch`, and
-`cuda:0/mfload:torch:pinned:framework:slot=4,depth=2` for mfload with a framework, an engine, a
-landing, and what is varied. Afterwards, off the clock, the sum over the pages of what lies on the
-device must be the checkpoint's.
+`cuda:0/mfload:torch:framework:slot=4,depth=2` for mfload with a framework, an allocator, and what
+is varied. Afterwards, off the clock, the sum over the pages of what lies on the device must be the
+checkpoint's, in the first round.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from benchmarks import gpu_ceilings, gpu_memory
+from benchmarks import gpu_ceilings, gpu_memory, gpu_seams
 from benchmarks.calls import as_options
 from benchmarks.gpu_memory import HOST, MIB
 from benchmarks.gpu_peers import PEERS
 from benchmarks.tasks import Found, Job, Task
 from mfload.bench.loaders import Span
+from mfload.options import PeerOptions
 from mfload.report import Report, human
 
 _READERS = 64
@@ -29,42 +30,48 @@ class Way(NamedTuple):
 
     Attributes:
         framework: Of the arrays.
-        engine: What is asked for.
         allocator: What is asked for.
         slot: MiB of a slot of the ring, the default where None.
         depth: Slots a reader, likewise.
         threads: Readers, likewise.
-        again: 1 where the process has loaded the same before, off the clock.
+        kept: Bytes of slots that the process keeps for its next load, likewise.
+        cache: What becomes of the page cache, likewise.
+        served: From a seed that holds the checkpoint on the device: "mapped" or "copied".
+        again: 1 where the process has loaded the same before, off the clock; 0 where it has loaded
+            nothing, not even a tiny checkpoint.
     """
 
     framework: str
-    engine: str = "auto"
     allocator: str = "auto"
     slot: int | None = None
     depth: int | None = None
     threads: int | None = None
+    kept: int | None = None
+    cache: str | None = None
+    served: str | None = None
     again: int | None = None
 
     @property
     def name(self) -> str:
         """Its name in the results."""
-        varied = {
-            "slot": self.slot, "depth": self.depth, "threads": self.threads, "again": self.again
-        }  # fmt: skip
+        varied = self._asdict()
+        parts = ["mfload", varied.pop("framework"), varied.pop("allocator")]
         given = ",".join(f"{key}={value}" for key, value in varied.items() if value is not None)
-        parts = ["mfload", self.framework, self.engine, self.allocator]
         return ":".join([*parts, given] if given else parts)
 
     @property
     def label(self) -> str:
         """What it is called in tables and plots."""
         parts = [f"mfload → {self.framework}"]
-        parts += [] if self.engine == "auto" else [f"engine {self.engine}"]
-        parts += [] if self.allocator == "auto" else [f"landing {self.allocator}"]
+        parts += [] if self.allocator == "auto" else [f"allocator {self.allocator}"]
         parts += [] if self.slot is None else [f"slots of {self.slot} MiB"]
         parts += [] if self.depth is None else [f"{_many(self.depth, 'slot')} a reader"]
         parts += [] if self.threads is None else [_many(self.threads, "reader")]
-        parts += ["second load of the process"] if self.again else []
+        parts += ["slots not kept"] if self.kept == 0 else []
+        parts += [] if self.cache is None else [f"page cache {self.cache}"]
+        parts += [] if self.served is None else [f"{self.served} from a seed on the device"]
+        whens = {0: ["first load of the process"], 1: ["next load of the process"], None: []}
+        parts += whens[self.again]
         return ", ".join(parts)
 
 
@@ -74,9 +81,11 @@ def _many(count: int, what: str) -> str:
 
 def way(name: str) -> Way:
     """The way of a name."""
-    _, framework, engine, allocator, *rest = name.split(":")
-    varied = dict(pair.split("=") for part in rest for pair in part.split(","))
-    return Way(framework, engine, allocator, **{key: int(value) for key, value in varied.items()})
+    _, framework, allocator, *rest = name.split(":")
+    pairs = [pair.split("=") for part in rest for pair in part.split(",")]
+    words = ("cache", "served")
+    varied: dict[str, Any] = {key: value if key in words else int(value) for key, value in pairs}
+    return Way(framework, allocator, **varied)
 
 
 def is_ours(name: str) -> bool:
@@ -88,6 +97,8 @@ def label(name: str) -> str:
     """What a name is called."""
     if gpu_ceilings.is_ceiling(name):
         return gpu_ceilings.label(name)
+    if gpu_seams.is_seam(name):
+        return gpu_seams.label(name)
     return way(name).label if is_ours(name) else PEERS[name].label
 
 
@@ -95,6 +106,8 @@ def framework(name: str) -> str:
     """The framework that a name's process imports, "" for none."""
     if gpu_ceilings.is_ceiling(name):
         return ""
+    if gpu_seams.is_seam(name):
+        return "torch"
     return way(name).framework if is_ours(name) else PEERS[name].framework
 
 
@@ -102,6 +115,8 @@ def why_not(name: str, device: str) -> str | None:
     """Why a name can't be measured on a device, None where it can."""
     if gpu_ceilings.is_ceiling(name):
         return None
+    if gpu_seams.is_seam(name):
+        return gpu_seams.why_not(name)
     if not is_ours(name):
         return PEERS[name].why_not(device)
     wanted = way(name).framework
@@ -110,36 +125,49 @@ def why_not(name: str, device: str) -> str | None:
     return "needs a GPU" if device == HOST and wanted == "cupy" else None
 
 
+_defaults: dict[str, int] = {}
+
+
 def _vary(ours: Way) -> dict[str, int]:
-    """Sets what the ring is made of, for this process; gives what to tell mfload beside it."""
-    if ours.slot is ours.depth is ours.threads is None:
-        return {}
+    """Sets what the ring is made of, for this load; gives what to tell mfload beside it."""
     slot = _set("mfload.cuda.staging", "SLOT", ours.slot and ours.slot * MIB)
     depth = _set("mfload.cuda.staging", "DEPTH", ours.depth)
+    _set("mfload.cuda.staging", "KEPT", ours.kept)
+    if ours.slot is ours.depth is ours.threads is None:
+        _set("mfload.planning.memory", "_LEAST_SLOT", None)
+        return {}
     # Or slots would be smaller for a small checkpoint, and smaller still where they are many.
     _set("mfload.planning.memory", "_LEAST_SLOT", slot)
     return {"max_host_overhead": (ours.threads or _READERS) * depth * (slot + MIB)}
 
 
 def _set(module: str, name: str, value: int | None) -> int:
-    """Sets a constant of mfload's where there is a value; what it is then."""
+    """Sets a constant of mfload's, to what it was at first where there is no value."""
     found = import_module(module)
+    if value is None and not hasattr(found, name):  # KEPT: older ones keep nothing.
+        return 0
     if not hasattr(found, name):
         raise RuntimeError(f"{module} has no {name}")
-    if value is not None:
-        setattr(found, name, value)
+    default = _defaults.setdefault(f"{module}.{name}", int(getattr(found, name)))
+    setattr(found, name, default if value is None else value)
     return int(getattr(found, name))
 
 
 def _given(ours: Way, device: str) -> dict[str, Any]:
     """What mfload is told."""
-    given = {"framework": ours.framework, "engine": ours.engine, "allocator": ours.allocator}
+    given: dict[str, Any] = {"framework": ours.framework, "allocator": ours.allocator}
     on = {} if ours.framework == "numpy" else {"device": device}
-    return {**given, **on, "threads": ours.threads, **_vary(ours)}
+    kept: dict[str, Any] = {} if ours.cache is None else {"page_cache": ours.cache}
+    if ours.served is not None and device != HOST:
+        copied: dict[str, Any] = {"copy": True} if ours.served == "copied" else {}
+        kept["peer"] = PeerOptions(transports=("cuda_ipc",), **copied)
+    return {**given, **on, **kept, "threads": ours.threads, **_vary(ours)}
 
 
 _Made = tuple[dict[str, Any], Any, Report | None]
 """Arrays, what keeps them valid or what they are loaded from, and how."""
+_loaded: set[str] = set()
+"""By which names this process has loaded."""
 
 
 class _Loading:
@@ -150,14 +178,23 @@ class _Loading:
         self._ours = way(name) if is_ours(name) else None
         self._framework = framework(name)
         self._given = {} if self._ours is None else _given(self._ours, device)
+        self._summed = True
+        self._begun = self._ours is None or self._ours.again != 0
 
     def prepare(self, job: Job) -> None:
-        """Loads once, off the clock, where it is the second time that counts."""
-        if self._ours is not None and self._ours.again:
+        """Loads once, off the clock, where it is the next load that counts."""
+        self._summed = job["page_sum"] is not None
+        again = self._ours is not None and self._ours.again
+        if again and self._ours and self._ours._replace(again=None).name not in _loaded:
             self.run(job)
+        _loaded.add(self._name)
 
     def run(self, job: Job) -> _Made:
         """Load, until the arrays can be used."""
+        if not self._begun:  # In place of the tiny checkpoint.
+            self._begun = True
+            gpu_memory.begin(self._framework, self._device)
+            return {}, None, None
         if self._ours is None:
             arrays, keep = PEERS[self._name].load(job["files"], self._device)
             report = None
@@ -170,14 +207,19 @@ class _Loading:
         return arrays, keep, report
 
     def find(self, made: _Made) -> Found:
-        """What was loaded, and in blocks of which size."""
+        """What was loaded, in blocks of which size, and what each stage took."""
         arrays, path, report = made
         if report is not None:
             import mfload
 
-            blocks = mfload.plan(path, **as_options(self._given)).plan.blocks
-            longest = max((block.nbytes for block in blocks), default=0)
-            report.notes += (f"blocks of up to {human(longest)}",) if longest else ()
+            if self._ours is not None and self._ours.served is None:
+                blocks = mfload.plan(path, **as_options(self._given)).plan.blocks
+                longest = max((block.nbytes for block in blocks), default=0)
+                report.notes += (f"blocks of up to {human(longest)}",) if longest else ()
+            stages = ", ".join(f"{name} {1e3 * s:.1f}" for name, s in report.stages.items())
+            report.notes += (f"ms: {stages}",)
+        if not self._summed:
+            return Found(made, [], len(arrays), report, total=0)
         spans = gpu_memory.spans(self._framework, arrays)
         if self._device == HOST:  # Pages that are mapped only are not loaded yet.
             return Found(made, spans, len(arrays), report)
@@ -191,5 +233,7 @@ def find(name: str) -> Task:
     device, _, rest = name.partition("/")
     if gpu_ceilings.is_ceiling(rest):
         return gpu_ceilings.find(rest, device)
+    if gpu_seams.is_seam(rest):
+        return gpu_seams.find(rest, device)
     made = _Loading(rest, device)
     return Task(made.run, made.find, made.prepare)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks import gpu_checks, gpu_costs, gpu_questions, gpu_streams, gpu_stress
+from benchmarks import gpu_checks, gpu_questions, gpu_streams, gpu_stress
 from benchmarks.gpu_given import Given, SkipError
 
 TRIALS: dict[str, Callable[..., str]] = {
@@ -30,12 +30,11 @@ TRIALS: dict[str, Callable[..., str]] = {
     "failing": gpu_stress.failing,
     "overhead": gpu_stress.overhead,
     "streams": gpu_streams.streams,
-    "jax-alignment": gpu_questions.alignment,
-    "xla-owned": gpu_questions.xla_owned,
+    "busy-mmap": gpu_streams.busy_mmap,
+    "dropped": gpu_streams.dropped,
+    "lazy": gpu_streams.lazy,
     "gds": gpu_questions.gds,
-    "pinned-cost": gpu_costs.pinned,
-    "allocation-cost": gpu_costs.allocating,
-    "rows-cost": gpu_costs.rows,
+    "waking": gpu_questions.waking,
 }
 """What a trial's name begins with."""
 

@@ -42,6 +42,9 @@ class PeerOptions:
         checksums: Whether bytes are compared with the checksums of the seed as they arrive.
         transports: Names of the transports to use, best first. Default: all that need no consent:
             "memory", "memfd", "http".
+        copy: Whether arrays never lie in the device memory of a seed. Default: over "cuda_ipc"
+            they do where the seed holds them on the device that they are loaded to, and must not
+            be written to.
         timeout: Seconds that peers have in all, before a fall-back is taken. Default: half of
             `Options.timeout`, or no limit.
         stalled: Seconds without progress after which a peer is given up.
@@ -60,6 +63,7 @@ class PeerOptions:
     address: str = "127.0.0.1:0"
     checksums: bool = True
     transports: tuple[str, ...] | None = None
+    copy: bool = False
     timeout: float | None = None
     stalled: float = 1.5
     ca_file: str | os.PathLike[str] | None = None
@@ -103,8 +107,10 @@ class Options:
             bytes would be read more than once.
         page_cache: Whether the next load is to find in the page cache what this one reads from the
             disk. "keep": yes; "bypass": no, it is read with O_DIRECT where the file takes it;
-            "auto": yes if the load reads at most a quarter of the available memory.
-        threads: Number of reader threads. Default: chosen from the cores and the engine.
+            "auto": yes if the load reads at most a quarter of the available memory, and O_DIRECT
+            does not prove much faster while it reads.
+        threads: Number of reader threads. Default: chosen from the cores and the engine; of large
+            cold files, the number that is fastest while they are read.
         timeout: Seconds after which a call raises LoadTimeoutError; of what was opened, for each
             request. Readers that hang keep the buffers that they fill until their reads return.
             Default: never.

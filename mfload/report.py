@@ -118,7 +118,8 @@ class Report(Printable):
         page_faults: Page faults meanwhile. Many system seconds a fault: the kernel is slow to
             provide pages, as on a virtual machine whose memory is touched for the first time.
         route: (file, engine, why) for each file.
-        threads: Number of threads that read; 1 is mostly the one that loads.
+        threads: Number of threads that read; 1 is mostly the one that loads. Of those that were
+            tried on cold files, the number that was fastest.
         notes: Other decisions that the load made.
         timeline: What each thread did when: (thread, kind, start, stop, nbytes, file), with seconds
             of `time.perf_counter()`. Its rows make a data frame; `plot` draws them. At most 1,024

@@ -1,20 +1,12 @@
-"""Runs the tests that need a GPU: `python tests/on_gpu.py`, or `make gpu PYTHON=python3`.
+"""The tests that need a GPU, and what each of them requires: step 0 of `make gpu` runs them.
 
-On a machine with one, with whatever of the frameworks this Python has. A process each: most
-frameworks take hold of a GPU's memory when they first touch it, and TensorFlow and Paddle crash
-one another.
+A process each, with whatever of the frameworks this Python has: most frameworks take hold of a
+GPU's memory when they first touch it, and TensorFlow and Paddle crash one another.
 """
 
-from __future__ import annotations
-
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
-
-ROOT = Path(__file__).resolve().parents[1]
 NEEDS = {
     "tests/devices": ("cupy",),
+    "tests/peer/test_cuda_ipc_gpu.py": ("cupy",),
     "tests/frameworks/test_cupy.py": ("cupy",),
     "tests/frameworks/test_torch.py": ("cupy", "torch"),
     "tests/frameworks/test_torch_lazy.py": ("cupy", "torch"),
@@ -28,27 +20,3 @@ NEEDS = {
     "tests/frameworks/test_tensorflow.py": ("cupy", "tensorflow"),
     "tests/frameworks/test_paddle.py": ("cupy", "paddle"),
 }
-_NOTHING_CHOSEN = 5  # pytest's status where no test was.
-
-
-def main() -> int:
-    """The exit status, 1 where a suite failed; tells of those, and of what was left out."""
-    told: list[str] = []
-    failed = 0
-    for suite, requests in NEEDS.items():
-        missing = [name for name in requests if find_spec(name) is None]
-        if missing:
-            told.append(f"{suite}: SKIPPED, not installed: {', '.join(missing)}")
-            continue
-        print(f"== {suite}", flush=True)
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", suite]
-        status = subprocess.run(command, cwd=ROOT, check=False).returncode
-        if status not in (0, _NOTHING_CHOSEN):
-            failed += 1
-            told.append(f"{suite}: FAILED, status {status}")
-    print("\n".join(told), flush=True)
-    return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -400,7 +400,14 @@ _CA = "With it, clients need a certificate that this authority signed."
 _MODEL = "The model's name, such as org/name."
 _PLANNER = "URL of the planner to register with."
 _READERS = "Readers at once that the planner sends here."
-_TRANSPORTS = "What is offered to readers, with commas between: memory,memfd,http."
+_TRANSPORTS = (
+    "What is offered to readers, with commas between. Default: memory,memfd,http, or with --device "
+    "cuda_ipc,http."
+)
+_HELD = (
+    "GPU that holds the weights, such as cuda:0; with several, cuda:0,cuda:1, each has a chunk of "
+    "the first dim of every tensor. Default: host memory."
+)
 
 Where = Annotated[str, option("HOST:PORT", _WHERE)]
 TokenFile = Annotated[str | None, option("FILE", _TOKEN)]
@@ -411,7 +418,8 @@ Model = Annotated[str, option("NAME", _MODEL)]
 Revision = Annotated[str, option("NAME", "Which version of the model.")]
 Planner = Annotated[str | None, option("URL", _PLANNER)]
 Readers = Annotated[int, typer.Option(min=1, metavar="N", help=_READERS)]
-Transports = Annotated[str, option("NAMES", _TRANSPORTS)]
+Transports = Annotated[str | None, option("NAMES", _TRANSPORTS)]
+HeldOn = Annotated[str, option("DEVICE", _HELD)]
 Compared = Annotated[bool, flag("Whether readers compare checksums.", "--checksums/--no-checksums")]
 
 
@@ -429,7 +437,8 @@ def serve(
     planner: Planner = None,
     max_readers: Readers = 3,
     checksums: Compared = True,
-    transports: Transports = "memory,memfd,http",
+    device: HeldOn = "",
+    transports: Transports = None,
     headers: options.Headers = None,
     threads: options.Threads = None,
     as_json: options.Json = False,
@@ -439,6 +448,10 @@ def serve(
     It is loaded first, and served until interrupted. Readers load it from the URL that is
     printed, as from any checkpoint: `mfload load peer://…`, or
     `mfload.load("peer://…", "jax")`.
+
+    With `--device`, readers of the same user on this machine have arrays in its memory, if they
+    name the transport: `Options(peer=PeerOptions(transports=("cuda_ipc",)))`. Interrupted, it
+    waits until they have let go of them.
     """
     from mfload.peer import seed, serve as serving
 
@@ -446,8 +459,8 @@ def serve(
     peer = PeerOptions(planner=planner, ca_file=ca_file, **own)
     how = Options(threads=threads, headers=options.by_line(headers), peer=peer)
     with bar("loading") as progress:
-        held, metadata = serving.stored(path, how, progress)
-    names = [each.strip() for each in transports.split(",") if each.strip()]
+        held, metadata = serving.stored(path, how, progress, _names(device))
+    names = _names(transports or ("cuda_ipc,http" if device else "memory,memfd,http"))
     made = seed.publish(
         held,
         model=model,
@@ -461,7 +474,14 @@ def serve(
         transports=names,
         metadata=metadata,
     )
-    serving.run(serving.told(made, _say), lambda: _started(made.url, as_json))
+    leases: Callable[[], int] = int
+    if "cuda_ipc" in names:
+        from mfload.peer.cuda_ipc import leases
+    serving.run(serving.told(made, _say, leases), lambda: _started(made.url, as_json))
+
+
+def _names(text: str) -> list[str]:
+    return [each.strip() for each in text.split(",") if each.strip()]
 
 
 @command()

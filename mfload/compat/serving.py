@@ -14,6 +14,7 @@ from mfload.formats import discovery
 from mfload.runtime import set_local_processes
 
 _OPTIONS = [field.name for field in fields(mfload.Options)]
+_PEER_OPTIONS = [field.name for field in fields(mfload.PeerOptions)]
 
 _SMALL = 1 << 20  # Bytes of a vector that is kept.
 
@@ -23,6 +24,8 @@ _models: dict[str, str] = {}
 
 class Weights:
     """The weights that `model_loader_extra_config` says: `path`, and fields of `mfload.Options`.
+
+    `peer` may be a JSON object of the fields of `mfload.PeerOptions`.
 
     Raises:
         UsageError: A key or a value is invalid.
@@ -43,6 +46,15 @@ class Weights:
                 expected=", ".join(["path", *_OPTIONS]),
                 found=", ".join(map(repr, unknown)),
             )
+        if isinstance(rest.get("peer"), Mapping):
+            peer = rest["peer"]
+            if unknown := [key for key in peer if key not in _PEER_OPTIONS]:
+                raise errors.UsageError(
+                    "peer in model_loader_extra_config has a key that mfload does not know",
+                    expected=", ".join(_PEER_OPTIONS),
+                    found=", ".join(map(repr, unknown)),
+                )
+            rest["peer"] = mfload.PeerOptions(**peer)
         self._options = mfload.Options(**rest)
         self._reports: list[mfload.Report] = []
 
@@ -156,11 +168,11 @@ class _Kept:
     def __repr__(self) -> str:
         return repr(self._part)
 
-    def read(self, lent: Any = None, *, unknown: bool = False, more: bool = False) -> Any:
+    def read(self, lent: Any = None, *, unknown: bool = False) -> Any:
         kept = self._kept.get(self._indices)
         if lent is not None:
             if kept is None:
-                return self._part.read(lent, more=more)
+                return self._part.read(lent)
             return lent.array.copy_(kept.view(lent.array.shape))
         if kept is None:
             kept = self._kept[self._indices] = self._part.read(unknown=unknown)

@@ -56,11 +56,17 @@ class Copier:
     """Gives copies to the streams of one thread, one stream a device.
 
     `memory` has the destination buffers by number, and `streams` the streams that are there
-    already, by the name of the device.
+    already, by the name of the device. Bytes that several places get are copied from the host once,
+    to the device `near` if it is among them, and from there to the devices that reach it.
     """
 
-    def __init__(self, memory: list[Any], streams: dict[str, Stream] | None = None) -> None:
-        self._memory = memory
+    def __init__(
+        self,
+        memory: list[Any],
+        streams: dict[str, Stream] | None = None,
+        near: Device | None = None,
+    ) -> None:
+        self._memory, self._near = memory, near
         self._streams: dict[str, Stream] = {} if streams is None else streams
 
     def copy(self, block: Block, landed: Any, start: int = 0, spare: Any = None) -> list[Event]:
@@ -75,16 +81,14 @@ class Copier:
         prepared: dict[object, Any] = {}
         whole = left = spare
         narrow, there = 1 if spare is None else _NARROW, isinstance(landed, DeviceBuffer)
-        for segment in block.segments:
+        firsts, replicas = (block.segments, ()) if there else self._shared_out(block)
+        for segment in firsts:
             target, copy = self._memory[segment.buffer], segment.copy
             first = start + segment.offset - block.offset
             if not isinstance(target, DeviceBuffer):
                 put(landed[first:], segment, target, segment.at)
                 continue
-            device = target.device
-            if device.name not in self._streams:
-                self._streams[device.name] = device.stream()
-            stream = used[device.name] = self._streams[device.name]
+            stream = used[target.device.name] = self._stream(target.device)
             if (found := as_rows(segment, narrow)) is not None:
                 first += 0 if copy is None else copy.start
                 if there:
@@ -93,7 +97,7 @@ class Copier:
                     stream.copy_in(target, segment.at, landed[first:], found)
                 continue
             assert copy is not None
-            key = segment.offset, copy  # Replicas are prepared once.
+            key = segment.offset, copy  # For devices out of each other's reach, it is done once.
             if key not in prepared:
                 nbytes = _prepared_bytes(copy)
                 if left.nbytes < nbytes:
@@ -104,7 +108,53 @@ class Copier:
                 prepared[key], left = left[:nbytes], left[_in_lines(nbytes) :]
                 put(landed[first:], segment, prepared[key], 0)
             stream.copy_in(target, segment.at, prepared[key], Rows.one(prepared[key].nbytes))
-        return [stream.record() for stream in used.values()]
+        marks = {name: stream.record() for name, stream in used.items()}
+        behind: set[tuple[str, str]] = set()
+        for segment, first in replicas:
+            target, source = self._memory[segment.buffer], self._memory[first.buffer]
+            to, of = pair = target.device.name, source.device.name
+            stream = used[to] = self._stream(target.device)
+            if to != of and pair not in behind:
+                stream.wait(marks[of])
+            behind.add(pair)
+            stream.copy_within(target, segment.at, source, first.at, Rows.one(segment.landed))
+        late = {to for to, _ in behind}
+        return [each.record() if name in late else marks[name] for name, each in used.items()]
+
+    def _device(self, segment: Segment) -> Device | None:
+        memory = self._memory[segment.buffer]
+        return memory.device if isinstance(memory, DeviceBuffer) else None
+
+    def _stream(self, device: Device) -> Stream:
+        if device.name not in self._streams:
+            self._streams[device.name] = device.stream()
+        return self._streams[device.name]
+
+    def _shared_out(
+        self, block: Block
+    ) -> tuple[Sequence[Segment], Sequence[tuple[Segment, Segment]]]:
+        """Segments to copy from the host, and pairs: a segment, and which of those has its bytes.
+
+        One of a pair is on a device that reaches the other's.
+        """
+        segments = block.segments
+        if block.shared is None or len({each.offset for each in segments}) == len(segments):
+            return segments, ()
+        firsts, replicas = list[Segment](), list[tuple[Segment, Segment]]()
+        held: dict[object, list[Segment]] = {}
+        for segment in sorted(segments, key=lambda s: self._device(s) is not self._near):
+            device = self._device(segment)
+            if device is None or not segment.landed:
+                firsts.append(segment)
+                continue
+            alike = held.setdefault((segment.offset, segment.nbytes, segment.copy), [])
+            reached = (each for each in alike if device.reaches(self._memory[each.buffer].device))
+            if (first := next(reached, None)) is None:
+                firsts.append(segment)
+                alike.append(segment)
+            else:
+                replicas.append((segment, first))
+        return firsts, replicas
 
     def close(self) -> None:
         """Ends the streams once all they were given is over.

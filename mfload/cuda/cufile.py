@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.cuda import discovery
-from mfload.cuda.device import CUDA, Device
+from mfload.cuda.device import CUDA, Device, Stream
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.blocks import Block
 from mfload.sources.base import Source, shrunk
@@ -58,6 +58,11 @@ def installed() -> bool:
     return importlib.util.find_spec("kvikio") is not None
 
 
+def configuration() -> str:
+    """Where cuFile looks for its configuration."""
+    return os.environ.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
+
+
 def slot_bytes(nbytes: int) -> int:
     """Bytes of device memory of a `CufileSlot` for blocks of `nbytes`."""
     with_rim = -(-nbytes // UNIT) * UNIT + 2 * UNIT
@@ -69,13 +74,15 @@ class CufileReader:
 
     `raw_read` reads in the calling thread without the interpreter lock; kvikio's `read` and `pread`
     go through one pool for the whole process, of one thread by default. All of them wait first for
-    what runs on the device's legacy default stream.
+    the device's legacy default stream, in which consumers compute. So reads are given to a stream
+    of their own, if cuFile has a configuration: without it, kvikio would take the host's memory.
     """
 
     def __init__(self, source: Source, device: Device) -> None:
         self._path = source.name
         self._device = device
         self._handle: Any = None
+        self._stream: Stream | None = None
         kvikio = _kvikio(device)
         self._file = source.open()
         try:
@@ -83,6 +90,8 @@ class CufileReader:
                 # By descriptor: the path may lead to another file by now.
                 opened = f"/proc/self/fd/{self._file.fd}"
                 self._handle = _call("open", kvikio.CuFile, opened, "r")
+                if os.path.exists(configuration()):
+                    self._stream = device.stream()
         except BaseException:
             self.close()
             raise
@@ -102,7 +111,7 @@ class CufileReader:
             while done < needed:
                 begin = done // UNIT * UNIT
                 where = length - begin, start + begin, first + begin
-                got = _call("read", self._handle.raw_read, _array(slot), *where)
+                got = _call("read", self._read, _array(slot), *where)
                 if begin + got <= done:
                     size = os.fstat(self._file.fd).st_size
                     if size < start + needed:
@@ -115,9 +124,17 @@ class CufileReader:
                 done = begin + got
         return first + block.offset - start
 
+    def _read(self, array: Any, *where: int) -> int:
+        if self._stream is None:
+            return self._handle.raw_read(array, *where)
+        return self._handle.raw_read_async(array, self._stream.handle, *where).check_bytes_done()
+
     def close(self) -> None:
         """Closes the file. Idempotent; never raises."""
         handle, self._handle = self._handle, None
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
         try:
             if handle is not None:
                 with self._device.current():

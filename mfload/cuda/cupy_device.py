@@ -23,6 +23,7 @@ _OUT_OF_MEMORY = 2
 NOT_INITIALISED = 3  # What a forked process gets.
 # CUDA keeps it as the last error of its runtime; CuPy has a runtime of its own, so it is not seen.
 _NOT_READY = 600
+_PEERS_ALREADY = 704  # cudaErrorPeerAccessAlreadyEnabled
 # `device`: that whose context a reader is in. Not noted for the main thread, where an interrupt may
 # come before a context is left, and the user's own calls after it.
 _here = threading.local()
@@ -52,6 +53,22 @@ class CupyDevice:
         self.pci: str | None = str(self.ask("deviceGetPCIBusId", number)).lower()
         limit = self.runtime.cudaDevAttrMaxPitch
         self.longest_pitch: int = self.ask("deviceGetAttribute", limit, number)
+        self._reached: dict[str, bool] = {self.name: True}
+
+    def reaches(self, other: Device) -> bool:
+        if other.name not in self._reached:
+            self._reached[other.name] = self._connects(other.place[1])
+        return self._reached[other.name]
+
+    def _connects(self, number: int) -> bool:
+        """Has the other's memory mapped for this device; False where that can't be."""
+        try:
+            if self.ask("deviceCanAccessPeer", self.place[1], number):
+                self.ask("deviceEnablePeerAccess", number)
+                return True
+        except errors.DeviceError as error:
+            return getattr(error.__cause__, "status", 0) == _PEERS_ALREADY
+        return False
 
     def memory_info(self) -> MemoryInfo:
         return MemoryInfo(*self.ask("memGetInfo"))

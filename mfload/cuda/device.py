@@ -58,6 +58,11 @@ class Stream(Protocol):
 
     device: Device
 
+    @property
+    def handle(self) -> int:
+        """CUDA's own name of it, for libraries that give it work."""
+        ...
+
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
         """Copies rows out of a contiguous uint8 array, page-locked by `pin` of a device like it."""
 
@@ -96,6 +101,10 @@ class Device(Protocol):
 
     def current(self) -> AbstractContextManager[None]:
         """Makes it the calling thread's device inside a `with`, and restores what was before."""
+        ...
+
+    def reaches(self, other: Device) -> bool:
+        """Whether its streams copy out of the other's memory directly, and not through the host."""
         ...
 
     def memory_info(self) -> MemoryInfo:

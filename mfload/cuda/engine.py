@@ -1,7 +1,8 @@
 """Pools that fill device memory: blocks land in slots and are copied on while the next are read.
 
 Each device has a pool of threads on the processor cores next to it; with fewer threads than
-devices, some share one. A block that several devices want is read once, and copied to all.
+devices, some share one. A block that several devices want is read once, copied to one of them, and
+from there to those that reach it.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from functools import partial
 from typing import Any
 
 from mfload import errors
-from mfload.cuda import numa
+from mfload.cuda import numa, past_host
 from mfload.cuda.copies import Copier
-from mfload.cuda.cufile import CufileReader, CufileSlot
 from mfload.cuda.device import Device
 from mfload.cuda.staging import KITS, PinnedSlot, Ring, Staging
 from mfload.io.engine import Observer, Pool, Share
@@ -61,18 +61,21 @@ class DeviceWorker:
     ) -> None:
         self._share, self._device = share, device
         self._kit = kit = KITS.take(device, staging)
+        for slot in kit.slots:
+            slot.tell(note)
         self._memory = memory
         self._methods = staging.methods
         self._observer = observer
         self._gds = dict(gds)  # Less the files that cuFile gives up on.
         self._note = note
-        self._copier = Copier(memory, kit.streams)
+        self._copier = Copier(memory, kit.streams, device)
         self._readers = OpenReader(open_reader)
         make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
-        self._cufile_readers = OpenReader(lambda n: CufileReader(gds[n], device))
-        past = lambda: CufileSlot(device, staging.block)  # noqa: E731
-        self._cufile_ring = Ring(past, staging.depth, share, kit.past)
+        self._cufile_readers = OpenReader(lambda n: past_host.reader(gds[n], device))
+        past = lambda: past_host.slot(gds, device, staging.block)  # noqa: E731
+        kept = kit.past if past_host.of_files(gds) else None
+        self._cufile_ring = Ring(past, staging.depth, share, kept)
         readers, rings = [self._cufile_readers, self._readers], [self._ring, self._cufile_ring]
         self._open = [*readers, *rings, self._copier]  # The last is closed first.
 
@@ -106,8 +109,9 @@ class DeviceWorker:
         self._ring.hold(slot, self._copier.copy(block, landed, spare=slot.spare), block)
 
     def _filled_by_cufile(self, block: Block) -> bool:
-        """Does so through a slot in device memory; False if cuFile or a copy can't do that."""
-        if not self._methods.stay_on_devices(block):
+        """Does so through a slot in device memory; False if its reader or a copy can't do that."""
+        there = past_host.holds(self._gds[block.source], block)
+        if not there or not self._methods.stay_on_devices(block):
             return False
         slot = None
         try:
@@ -120,8 +124,10 @@ class DeviceWorker:
         except errors.MfloadError as error:
             if self._share.block is not block:
                 raise  # A copy of an earlier block failed.
-            path = self._gds.pop(block.source).name
-            self._note(f"{path}: fell back from gds to pinned: {error}")
+            source = self._gds.pop(block.source)
+            if source.file is None:
+                raise  # A peer: what it fails at, it fails at on the host as well.
+            self._note(f"{source.name}: fell back from gds to pinned: {error}")
             if slot is not None:
                 self._cufile_ring.give(slot)
             return False
@@ -153,9 +159,9 @@ def onto_devices(
 ) -> list[Pool]:
     """The pools of a load onto devices, which share out the threads.
 
-    `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the files that cuFile
-    reads, by number; `note` is told why it gave up on one. `observer` sees what came before it is
-    copied on, but nothing of what cuFile reads.
+    `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the sources
+    that land past the host, by number (see `past_host`); `note` is told why that failed for one.
+    `observer` sees what came before it is copied on, but nothing of these.
     """
     devices_of = staging.methods.devices
     devices = list(dict.fromkeys(device for block in blocks for device in devices_of(block)))
@@ -172,7 +178,8 @@ def onto_devices(
         given[chosen] += block.nbytes
         parts[chosen].append(block)
     stay = staging.methods.stay_on_devices
-    if rest := sum(block.source in gds and not stay(block) for block in blocks):
+    files = {number for number, source in gds.items() if source.file is not None}
+    if rest := sum(block.source in files and not stay(block) for block in blocks):
         blocks_read = errors.counted(rest, "block")
         note(f"read through the host, since devices can't put them in place: {blocks_read}")
 

@@ -137,9 +137,8 @@ def _is_set(root: Path, name: str, variable: str) -> bool:
     """Whether a flag of cuFile is on: in a variable, or in its configuration with comments."""
     if given := os.environ.get(variable):
         return given.lower() in _ON
-    path = os.environ.get("CUFILE_ENV_PATH_JSON") or "/etc/cufile.json"
     try:
-        file = root / os.path.abspath(path).lstrip("/")
+        file = root / os.path.abspath(cufile.configuration()).lstrip("/")
         # The open of a FIFO would wait for a writer.
         text = file.read_text(errors="replace") if file.is_file() else ""
     except (OSError, ValueError):

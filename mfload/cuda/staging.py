@@ -76,6 +76,7 @@ class PinnedSlot(buffers.WorkerSlot):
 
     def __init__(self, device: Device, size: Staging, note: Callable[[str], object] = str) -> None:
         self._device, self._process = device, 0  # That of a slot which is locked.
+        self._slower = ""
         self._memory = buffers.allocate(_whole(size))
         buffers.never_forked(self._memory)
         # The driver would make the pages too, but of one slot after another.
@@ -84,7 +85,8 @@ class PinnedSlot(buffers.WorkerSlot):
             device.pin(self._memory)
             self._process = os.getpid()
         except errors.MemoryLimitError as error:
-            note(f"slower copies, from pageable memory: {error}")
+            self._slower = f"slower copies, from pageable memory: {error}"
+        self.tell(note)
         self.fits(size)
 
     def fits(self, size: Staging) -> bool:
@@ -93,6 +95,11 @@ class PinnedSlot(buffers.WorkerSlot):
             return False
         self._read, self.spare = self._memory[: size.slot], self._memory[size.slot :]
         return True
+
+    def tell(self, note: Callable[[str], object]) -> None:
+        """Tells `note` if it is not locked."""
+        if self._slower:
+            note(self._slower)
 
     @property
     def nbytes(self) -> int:

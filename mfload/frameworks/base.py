@@ -164,29 +164,17 @@ class Adapter:
             for request, (array, address) in zip(requests, made, strict=True)
         ]
 
-    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
-        """Memory for a buffer, on the device of that number (see `allocating`).
-
-        Raises MemoryLimitError if it is refused. Default: mfload's own.
-        """
-        return self.devices[number].allocate(nbytes)
-
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
-        """What allocates the buffers of one load on a device, of these sizes in this order.
+        """What allocates buffers of these sizes, in this order, on the device of that number.
 
-        Returns at once. Default: `allocate`.
+        It is called inside `allocating`, and raises MemoryLimitError if memory is refused. Returns
+        at once. Default: mfload's own.
         """
         del sizes
-        return functools.partial(self.allocate, number)
-
-    def reserve(self, number: int, nbytes: int) -> None:
-        """Prepares for the next calls of `allocate` for that device, which take so much together.
-
-        An allocator that asks its driver for memory may ask once for all. Default: does nothing.
-        """
+        return self.devices[number].allocate
 
     def allocating(self) -> AbstractContextManager[object]:
-        """What `allocate` is called in; at its end, nothing that ran before uses the memory.
+        """What buffers are allocated in; at its end, nothing that ran before uses the memory.
 
         Allocators of frameworks give memory that was freed to the next array on the same stream,
         where kernels that were started before may still use it.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -59,10 +59,13 @@ class CupyAdapter(base.Adapter):
         with self.devices[0].current(), base.full_device("CuPy", MemoryError):
             yield
 
-    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        return self._allocate
+
+    def _allocate(self, nbytes: int) -> DeviceBuffer:
         with self._current():
             held = self._cupy.empty(max(nbytes, 1), "uint8")
-        return base.memory_at(held, held.data.ptr, nbytes, self.devices[number])
+        return base.memory_at(held, held.data.ptr, nbytes, self.devices[0])
 
     @contextlib.contextmanager
     def allocating(self) -> Generator[None]:

@@ -64,10 +64,7 @@ class JaxAdapter(base.Adapter):
         return jax_memory.importer(self.place, self.devices[0])
 
     def owner(self, allocator: str) -> Owner:
-        return "mfload"  # Buffers on the device are of XLA's memory (`allocate`), and not lent.
-
-    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
-        return self.allocator(number, [nbytes])(nbytes)
+        return "mfload"  # Buffers on the device are of XLA's memory (`allocator`), and not lent.
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
         return jax_memory.Slabs(self.place, self.devices[number], sizes)

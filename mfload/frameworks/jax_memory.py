@@ -51,10 +51,11 @@ _NO_MESH = Mesh(np.empty((), object), ())
 def undisturbed() -> Generator[None]:
     """A context in which JAX ignores what users set for their own code.
 
-    64-bit types keep their width, and the mesh of `jax.set_mesh`, which refuses jitted functions
-    on any other devices, is unset.
+    64-bit types keep their width, the mesh of `jax.set_mesh`, which refuses jitted functions on
+    any other devices, is unset, and programs are compiled also within `jax.disable_jit`.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.disable_jit(disable=False))
         enable_x64: Any = (jax if hasattr(jax, "enable_x64") else experimental).enable_x64
         stack.enter_context(enable_x64(True))
         if hasattr(jax, "set_mesh"):

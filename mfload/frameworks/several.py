@@ -81,12 +81,6 @@ class SeveralAdapter(Adapter):
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
         return self._owners[self.devices[number]].allocator(0, sizes)
 
-    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
-        return self._owners[self.devices[number]].allocate(0, nbytes)
-
-    def reserve(self, number: int, nbytes: int) -> None:
-        self._owners[self.devices[number]].reserve(0, nbytes)
-
     def allocating(self) -> AbstractContextManager[object]:
         return _all([part.allocating() for part in self._parts])
 
@@ -174,12 +168,6 @@ class InPlaceAdapter(Adapter):
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
         return self._new.allocator(number, sizes)
-
-    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
-        return self._new.allocate(number, nbytes)
-
-    def reserve(self, number: int, nbytes: int) -> None:
-        self._new.reserve(number, nbytes)
 
     def allocating(self) -> AbstractContextManager[object]:
         return self._new.allocating()

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import EllipsisType, NoneType
 from typing import Any
@@ -15,13 +14,12 @@ import torch
 from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from mfload import errors
-from mfload.frameworks import private_api
+from mfload.frameworks import private_api, torch_memory
 from mfload.frameworks.base import Lent, memory_at
 from mfload.io import buffers
 
-_STAGED = ("cuda",)  # Types of devices that are filled through page-locked memory,
-_STAGE, _SMALL_STAGE = 16 << 20, 1 << 20  # in pieces of at most so many bytes,
-_AT_ONCE = 8  # by so many threads at once.
+_DEVICES = ("cuda",)  # Types of those that loads land on.
+_SMALL = 1 << 20  # Bytes that PyTorch copies onto one in less time than a load takes to begin.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # Subclasses may keep what they hold elsewhere.
 _LAYOUTS = 1024  # Layouts of views of which the boxes are kept: layers of a model are alike.
 # What the shape, the dtype and the layout of a tensor say.
@@ -57,10 +55,10 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     Views, such as `narrow`, `chunk`, slices, `unbind`, `transpose` and `view`, give lazy tensors
     again, which read the smallest box that holds them. Any other operation reads all that its
     tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor on the
-    CPU of the same shape and dtype, and from a file into one on a CUDA device through page-locked
-    memory. So do `target[index] = lazy`, and `to` and `cuda` onto a CUDA device. To change one in
-    place reads the whole tensor, which all its views then share. What PyTorch keeps is read, once:
-    as a parameter, a buffer, or the data of another tensor.
+    CPU or a CUDA device of the same shape and dtype. So do `target[index] = lazy`, and `to` and
+    `cuda` onto a CUDA device. To change one in place reads the whole tensor, which all its views
+    then share. What PyTorch keeps is read, once: as a parameter, a buffer, or the data of another
+    tensor.
     """
 
     whole: Whole
@@ -152,11 +150,11 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             if name in _VIEWS and (made := _views(func, name, args, kwargs)) is not None:
                 return made
         elif name == "copy_" and _fills(first, args[1:]):
-            return _fill(first, args[1], any(args[2:]) or kwargs.get("non_blocking", False))
+            return _fill(first, args[1])
         elif name == "__setitem__" and isinstance(args[2], LazyTensor) and _is_basic(args[1]):
             place = first[args[1]] if type(first) in _PLAIN and not first.is_sparse else None
             if _fills(place, args[2:]):
-                _fill(place, args[2], non_blocking=False)
+                _fill(place, args[2])
                 return None
         elif name == "copy_" and isinstance(first, torch.Tensor) and first.is_meta:
             # Nothing is kept there: loaders count so what they are given.
@@ -369,7 +367,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         type(target) in _PLAIN
         and not private_api.torch_dispatches()  # It must see the copy.
         and adapter.on_host
-        and target.device.type in ("cpu", *_STAGED)
+        and target.device.type in ("cpu", *_DEVICES)
         and not _is_capturing(target)
         and target.dtype == lazy.like.dtype
         and target.shape == lazy.like.shape
@@ -383,7 +381,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
 
 
 def _moved(lazy: LazyTensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What `to` or `cuda` makes on a device that is filled in pieces; None if that is not so."""
+    """What `to` or `cuda` makes on a device that loads land on; None if that is not so."""
     names = ("device", "non_blocking")[: 1 if name == "to" else 2]
     if len(args) > len(names):
         return None
@@ -393,17 +391,17 @@ def _moved(lazy: LazyTensor, name: str, args: tuple[Any, ...], kwargs: dict[str,
         **dict(zip(names, args, strict=False)),
         **kwargs,
     }
-    device, later = given.pop("device"), given.pop("non_blocking", False)
+    device, _ = given.pop("device"), given.pop("non_blocking", False)
     if device is None and name == "cuda":
         device = "cuda"
     same = given.pop("dtype", None) in (None, lazy.like.dtype)
     if not (same and [*given] == ["copy"] and type(device) in (str, int, torch.device)):
         return None
     device = torch.device(device)
-    if device.type not in _STAGED or not lazy.whole.part.adapter.on_host:
+    if device.type not in _DEVICES or not lazy.whole.part.adapter.on_host:
         return None
     made = torch.empty(lazy.like.shape, dtype=lazy.like.dtype, device=device)
-    return _fill(made, lazy, later) if _fills(made, (lazy,)) else None
+    return _fill(made, lazy) if _fills(made, (lazy,)) else None
 
 
 def _is_capturing(target: Any) -> bool:
@@ -426,84 +424,22 @@ def _memory(target: Any) -> Any:
     return memory_at(target, start, stop - start)
 
 
-def _fill(target: Any, lazy: LazyTensor, non_blocking: bool) -> Any:
+def _fill(target: Any, lazy: LazyTensor) -> Any:
     """Reads into a tensor of the same shape and dtype (see `_fills`), and returns it."""
-    if target.device.type in _STAGED:
-        _copy_staged(target, lazy, non_blocking)
-        return target
     part, *_ = lazy.taken()
-    memory = _memory(target)
+    if target.device.type not in _DEVICES:
+        memory = _memory(target)
+    elif target.nbytes <= _SMALL or not part.simple:
+        return target.copy_(lazy.read(unknown=False))
+    else:
+        memory = torch_memory.memory_of(target.detach())
+        if memory is None:
+            return target.copy_(lazy.read(unknown=False))
     try:
         part.read(Lent(target, memory))
     finally:  # What fails has changed it, too.
         torch.autograd.graph.increment_version(target)
     return target
-
-
-def _copy_staged(target: Any, lazy: LazyTensor, non_blocking: bool) -> None:
-    """Fills a tensor on a device, a piece at a time: one is copied while the next is read."""
-    part, pieces = lazy.whole.part, list(_pieces(target, lazy))
-    # Where they are not dense, items share bytes, or dims are merged.
-    if not (part.in_pieces and all(_is_dense(each) for _, each in pieces)):
-        target.copy_(lazy.read(unknown=False), non_blocking)
-        return
-    nbytes = min(_STAGE, _SMALL_STAGE) if target.nbytes <= _SMALL_STAGE else _STAGE
-    stage = part.kept.get(nbytes) or part.kept.setdefault(nbytes, _Stage(nbytes, target.is_cuda))
-    with stage.turn:
-        event: Any = None
-        for number, (place, each) in enumerate(pieces):
-            memory = stage.take()
-            held, event = memory[: place.nbytes].view(target.dtype).view(place.shape), None
-            lent = Lent(held, memory_at(held, held.data_ptr(), held.nbytes))
-            each.taken()[0].read(lent, more=number > 0)
-            place.copy_(held, non_blocking=True)
-            if target.is_cuda:
-                with torch.cuda.device(target.device):
-                    event = torch.cuda.Event()
-                    event.record()
-            stage.free.append((memory, event))
-        if event is not None and not non_blocking:
-            event.synchronize()
-
-
-class _Stage:
-    """Page-locked memory through which the threads of a checkpoint fill devices.
-
-    Attributes:
-        turn: Those that use it at once.
-        free: Memory, and what tells when it was copied out of.
-    """
-
-    def __init__(self, nbytes: int, pinned: bool) -> None:
-        self.turn = threading.BoundedSemaphore(_AT_ONCE)
-        self.free: deque[tuple[Any, Any]] = deque()
-        self._nbytes, self._pinned = nbytes, pinned
-
-    def take(self) -> Any:
-        """Memory to read into. What a read that failed may still be written to never comes back."""
-        with contextlib.suppress(IndexError):  # Another thread was faster.
-            if len(self.free) > 1:  # Two take turns.
-                memory, event = self.free.popleft()
-                if event is not None:
-                    event.synchronize()
-                return memory
-        how: dict[str, Any] = {"dtype": torch.uint8, "device": "cpu"}
-        try:
-            return torch.empty(self._nbytes, pin_memory=self._pinned, **how)
-        except RuntimeError:  # The system locks no more: copies take longer.
-            return torch.empty(self._nbytes, **how)
-
-
-def _pieces(target: Any, lazy: LazyTensor) -> Generator[tuple[Any, LazyTensor]]:
-    """Parts of a tensor and of what fills it, of `_STAGE` bytes at most."""
-    if target.nbytes <= _STAGE or not target.ndim:
-        yield target, lazy
-    elif rows := _STAGE * len(target) // target.nbytes:
-        for start in range(0, len(target), rows):
-            yield target[start : start + rows], lazy[start : start + rows]
-    else:
-        for n in range(len(target)):
-            yield from _pieces(target[n], lazy[n])
 
 
 def _is_dense(lazy: LazyTensor) -> bool:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from mfload.frameworks import base
+from mfload.planning.layout import DEVICE_BUFFER
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device
+
+_ROUNDED = 512  # Bytes to which PyTorch's allocator rounds.
 
 
 def memory_of(tensor: Any, *, on_device: bool = True) -> Any:
@@ -40,3 +44,19 @@ def device_of(place: Any) -> Device | None:
     if place.type != "cuda" or torch.version.cuda is None:
         return None
     return base.find_device(place.index or 0)[0]
+
+
+def together(sizes: Sequence[int]) -> Iterator[int]:
+    """For each buffer of a load, the bytes of a group that begins with it; 0 for the others."""
+    groups: list[int] = []
+    start = room = 0
+    for number, nbytes in enumerate(sizes):
+        rounded = -(-nbytes // _ROUNDED) * _ROUNDED
+        if room < rounded:
+            start, room = number, DEVICE_BUFFER
+        groups.append(0)
+        groups[start] += rounded
+        room -= rounded
+    # One that is alone is no group.
+    pairs = zip(groups, sizes, strict=True)
+    return (group if group > nbytes + _ROUNDED else 0 for group, nbytes in pairs)

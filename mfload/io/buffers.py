@@ -52,7 +52,8 @@ class ByteCounter:
         """Counts bytes; negative ones are freed."""
         with self._lock:
             self.live += nbytes
-            self.peak = max(self.peak, self.live)
+            if nbytes >= 0:
+                self.peak = max(self.peak, self.live)
 
     def set_aside(self, nbytes: int) -> None:
         """Stops counting bytes that stay where they are; negative ones count again, not as new."""

@@ -16,6 +16,7 @@ from typing import Any
 from mfload.io import probes
 from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.io.pread import PreadReader, place
+from mfload.io.trial import Trial
 from mfload.planning.blocks import Block, Rows
 from mfload.sources.base import Handle, Source
 
@@ -28,15 +29,23 @@ _REFUSED = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DirectReader(PreadReader):
-    """Reads blocks of one file with O_DIRECT; `note` is told if it falls back to the page cache."""
+    """Reads blocks of one file with O_DIRECT; `note` is told if it falls back to the page cache.
 
-    def __init__(self, source: Source, note: Callable[[str], None] = log.warning) -> None:
+    `trial`: it says of each block whether it is read so, or through the page cache.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        note: Callable[[str], None] = log.warning,
+        trial: Trial | None = None,
+    ) -> None:
         super().__init__(source, cold=True)
-        self._note, self._name = note, source.name
-        self._direct: Handle | None = None
+        self._note, self._name, self._trial = note, source.name, trial
+        self._opened: Handle | None = None
         self._memory_unit, self._file_unit = probes.direct_alignment(self._file.fd) or (PAGE, PAGE)
         try:
-            self._direct = source.open(os.O_DIRECT)
+            self._opened = source.open(os.O_DIRECT)
             # The unaligned ends go through the page cache, without reading ahead of them.
             self._advise("POSIX_FADV_RANDOM")
         except OSError as error:
@@ -46,12 +55,17 @@ class DirectReader(PreadReader):
                 self.close()
                 raise
 
+    @property
+    def _direct(self) -> Handle | None:
+        """The file past the page cache, if it is to be read so now."""
+        return self._opened if self._trial is None or self._trial.way.direct else None
+
     def fill(self, block: Block, memory: list[Any], slot: WorkerSlot) -> Any | None:
         """Reads a block into its places (see `PreadReader`)."""
-        once = block.rows is None
-        if once and self._direct is not None and self._filled_in_place(block, memory, self._direct):
+        direct = self._direct if block.rows is None else None
+        if direct is not None and self._filled_in_place(block, memory, direct):
             return None
-        if self._direct is None or not once:
+        if direct is None or self._opened is None:
             return super().fill(block, memory, slot)
         landed = self.land(block, slot)
         place(landed, block.offset, block, memory)
@@ -59,13 +73,14 @@ class DirectReader(PreadReader):
 
     def land(self, block: Block, slot: WorkerSlot) -> Any:
         """Reads a block into a slot, and returns its bytes there."""
-        if self._direct is not None and block.rows is None:  # Rows that lie apart are short.
+        direct = self._direct
+        if direct is not None and block.rows is None:  # Rows that lie apart are short.
             start = block.offset // self._file_unit * self._file_unit
             end = block.offset + block.nbytes
             length = -(-(end - start) // self._file_unit) * self._file_unit
             landed = slot.bytes(length)[:length]
             try:
-                self._direct.read([landed], start, least=end - start)
+                direct.read([landed], start, least=end - start)
             except OSError as error:
                 self._fall_back(error)
             else:
@@ -113,19 +128,21 @@ class DirectReader(PreadReader):
         if error.errno not in _REFUSED:
             raise error
         self._note(f"{self._name}: fell back from direct to pread: {error.strerror}")
-        if self._direct is not None:
-            self._direct.close()
-            self._direct = None
-        self._advise("POSIX_FADV_NORMAL")
+        self._close()
 
     def _advise(self, advice: str) -> None:
-        with suppress(OSError, AttributeError):
-            os.posix_fadvise(self._file.fd, 0, 0, getattr(os, advice))
+        if self._trial is None:  # Or other readers share the descriptor, and its reading ahead.
+            with suppress(OSError, AttributeError):
+                os.posix_fadvise(self._file.fd, 0, 0, getattr(os, advice))
 
     def close(self) -> None:
         """Closes the file."""
-        if self._direct is not None:
-            self._direct.close()
-            self._direct = None
-            self._advise("POSIX_FADV_NORMAL")  # The source may keep the file open.
+        if self._opened is not None:
+            self._close()
         super().close()
+
+    def _close(self) -> None:
+        if self._opened is not None:
+            self._opened.close()
+            self._opened = None
+        self._advise("POSIX_FADV_NORMAL")  # The source may keep the file open.

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import threading
 
     from mfload.io.threads import Running, Start
+    from mfload.io.trial import Trial
     from mfload.timeline import Recorder, Track
 
 # Small blocks are reported together: a queue costs more than a small read.
@@ -49,8 +50,9 @@ class Observer(Protocol):
 class Share:
     """The blocks that one thread takes, by iteration, and its report of those in place.
 
-    `block` is the current one, for the error that names it. `track` records the thread's spans.
-    `memory` returns when the buffers of the load are there; it raises if it was given up.
+    `block` is the current one, for the error that names it. `track` records the thread's spans. No
+    block is begun after the load was `stopped`, or the thread `retired`. `memory` returns when the
+    buffers of the load are there; it raises if it was given up.
     """
 
     def __init__(
@@ -59,23 +61,24 @@ class Share:
         stopped: Callable[[], bool],
         report: Callable[[tuple[int, int]], object],
         track: Track | None = None,
+        retired: Callable[[], bool] = bool,
         memory: Callable[[], object] = bool,
     ) -> None:
         self.block: Block | None = None
-        self.track = track
+        self.track, self._retired = track, retired
         self.stopped, self.memory = stopped, memory
         self._waiting = waiting
         self._report = report
         self._blocks = self._nbytes = 0
 
     def __iter__(self) -> Iterator[Block]:
-        while not self.stopped():
+        while not self.stopped() and not self._retired():
             try:
                 self.block = self._waiting.popleft()
             except IndexError:
-                self.block = None
-                return
+                break
             yield self.block
+        self.block = None
 
     def done(self, block: Block, last: bool = True) -> None:
         """Counts a block that is in place, or a part of one, of which the last one ends it."""
@@ -97,10 +100,20 @@ The function is no closure over buffers: an error's traceback would keep them.
 """
 
 
+class _Crowd:
+    """The threads of one pool, by their numbers, and the blocks that they share."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.blocks, self.work, self.most = pool
+        self.waiting = collections.deque(self.blocks)
+        self.live: set[int] = set()
+
+
 class Engine:
     """Has the threads of several pools fill their blocks; for one use.
 
-    `start` gives the threads; default: new ones.
+    `start` gives the threads; default: new ones. `trial` says how many read, of those that the
+    pools may have: each pool has its share of them, and one at least.
     """
 
     def __init__(
@@ -108,6 +121,7 @@ class Engine:
         pools: Sequence[Pool],
         recorder: Recorder | None = None,
         start: Start | None = None,
+        trial: Trial | None = None,
     ) -> None:
         import queue
         import threading  # A small load has no other thread.
@@ -116,7 +130,8 @@ class Engine:
 
         self.block: Block | None = None
         """The block that failed, or one that is waited for when the time is up."""
-        self._pools, self._recorder = pools, recorder
+        self._crowds, self._recorder, self._trial = list(map(_Crowd, pools)), recorder, trial
+        self._most = sum(crowd.most for crowd in self._crowds)
         self._error: BaseException | None = None
         self._stop, self._memory = threading.Event(), threading.Event()
         self._allocate: Callable[[], object] | None = None
@@ -139,12 +154,13 @@ class Engine:
         """
         import queue
 
-        blocks = [block for pool in self._pools for block in pool[0]]
+        blocks = [block for crowd in self._crowds for block in crowd.blocks]
         left = len(blocks)
         last, self._allocate = time.monotonic(), allocate
         try:
-            for pool in self._pools:
-                self._start(pool)
+            if self._trial is not None:
+                self._trial.resume(last)
+            self._start()
             self._make_memory()
             while left:
                 count = nbytes = 0
@@ -165,6 +181,9 @@ class Engine:
                     last = time.monotonic()
                     if advance is not None:
                         advance(nbytes)
+                    if self._trial is not None:
+                        self._trial.came(nbytes, last)
+                        self._start()  # Those that are missing now.
         finally:
             self._stop.set()
             self._memory.set()  # Who waits for it sees that there is none.
@@ -173,18 +192,20 @@ class Engine:
                 thread.join(max(0.0, end - time.monotonic()))
             self._error = None  # It would keep itself alive, and the buffers in its frames.
 
-    def _start(self, pool: Pool) -> None:
-        blocks, work, threads = pool
-        waiting = collections.deque(blocks)
-        started = 0
-        # If the system gives no more threads, those there are do the work, or else this one.
-        with suppress(RuntimeError):
-            for _ in range(min(threads, len(waiting))):
-                self._threads.append(self._start_thread(partial(self._work, work, waiting)))
-                started += 1
-        if waiting and not started:
-            self._make_memory()
-            self._work(work, waiting)
+    def _start(self) -> None:
+        for crowd in self._crowds:
+            missing = {*range(min(self._wanted(crowd), len(crowd.waiting)))} - crowd.live
+            for number in sorted(missing):
+                crowd.live.add(number)
+                try:
+                    self._threads.append(self._start_thread(partial(self._work, crowd, number)))
+                except RuntimeError:
+                    # The system gives no more threads: those there are do the work, or this one.
+                    crowd.live.discard(number)
+                    break
+            if crowd.waiting and not crowd.live:
+                self._make_memory()
+                self._work(crowd, 0)
 
     def _make_memory(self) -> None:
         allocate, self._allocate = self._allocate, None
@@ -192,14 +213,20 @@ class Engine:
             allocate()
         self._memory.set()
 
-    def _work(self, work: Callable[[Share], None], waiting: collections.deque[Block]) -> None:
+    def _wanted(self, crowd: _Crowd) -> int:
+        if self._trial is None:
+            return crowd.most
+        return max(1, -(-self._trial.way.readers * crowd.most // self._most))
+
+    def _work(self, crowd: _Crowd, number: int) -> None:
+        retired = bool if self._trial is None else lambda: number >= self._wanted(crowd)
         memory = partial(_wait_for_memory, self._memory, self._stop)
-        share = Share(waiting, self._stop.is_set, self._reports.put, memory=memory)
+        share = Share(crowd.waiting, self._stop.is_set, self._reports.put, None, retired, memory)
         self._shares.append(share)
         if self._recorder is not None:
             share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
         try:
-            work(share)
+            crowd.work(share)
             share.report()
         except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
             # Only the first failure is taken.
@@ -207,6 +234,8 @@ class Engine:
                 self.block, self._error = share.block, error
                 self._stop.set()
                 self._reports.put((0, 0))
+        finally:
+            crowd.live.discard(number)
 
 
 def _wait_for_memory(there: threading.Event, stop: threading.Event) -> None:

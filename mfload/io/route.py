@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 
 from mfload.io import buffers
-from mfload.runtime import NamedTuple
+from mfload.runtime import NamedTuple, local_processes
 from mfload.sources import check_engine
 from mfload.sources.base import Source
 
@@ -21,6 +21,9 @@ SMALL = 8 << 20
 # A load may stay in the page cache if it takes at most this part of the available memory. The
 # arrays take as much again, and what the cache holds of other files is of use, too.
 _KEPT = 4
+# Bytes of cold files from which on a trial while they are read is worth its time; and the part of
+# them that others may come to.
+TRIED, _BESIDE = 1 << 30, 16
 _DIRECT = attrgetter("direct")
 
 
@@ -32,6 +35,8 @@ class Leg(NamedTuple):
         cached: Share of its pages in the page cache; None if the kernel does not say.
         direct: Whether it is read with O_DIRECT if it is read into host memory.
         cold: Whether most of it comes from a disk, and through the page cache.
+        either: Whether a trial may show that it is better read with O_DIRECT.
+        past_host: Whether what lands on a device does so without host memory.
     """
 
     file: str
@@ -40,6 +45,8 @@ class Leg(NamedTuple):
     cached: float | None = None
     direct: bool = False
     cold: bool = False
+    either: bool = False
+    past_host: bool = False
 
 
 PastHost = Callable[[str, int | None], tuple[bool, str]]
@@ -103,9 +110,38 @@ def _next_load(legs: list[Leg], wanted: Sequence[tuple[Source, int]], page_cache
     for leg in legs:
         if leg.direct:
             engine = "pread" if keep else "direct"
-            leg = Leg(leg.file, engine, f"{leg.why}, {why}", leg.cached, not keep, keep)
+            why_not = f"{leg.why}, {why}"
+            # Processes of one machine share what they read through the page cache.
+            either = keep and page_cache == "auto" and local_processes() == 1
+            leg = Leg(leg.file, engine, why_not, leg.cached, not keep, keep, either)
         made.append(leg)
     return made
+
+
+def worth_a_trial(legs: Sequence[tuple[Leg, int]]) -> bool:
+    """Whether files, with the bytes that are read of each, are to be tried while they are read.
+
+    Warm ones among them, or those that cuFile reads, would say nothing about the others.
+    """
+    cold = beside = 0
+    for leg, nbytes in legs:
+        if (leg.direct or leg.cold) and leg.engine != "gds":
+            cold += nbytes
+        else:
+            beside += nbytes
+    return cold >= TRIED and beside * _BESIDE <= cold
+
+
+def after_trial(leg: Leg, gain: float | None, direct: bool) -> Leg:
+    """The leg of a file of which a trial has shown how many times as fast O_DIRECT is."""
+    if gain is None or not leg.either:
+        return leg
+    why = f"{leg.why}; O_DIRECT was {gain:.2f} times as fast in a trial"
+    if not direct:
+        return leg._replace(why=f"{why}, not worth the next load's")
+    why = f"{why}, and took over: the next load reads the disk again"
+    engine = "direct" if leg.engine == "pread" else leg.engine
+    return Leg(leg.file, engine, why, leg.cached, direct=True)
 
 
 def _log(leg: Leg, asked: str, page_cache: str) -> None:
@@ -174,6 +210,6 @@ def _onto_device(leg: Leg, kept: Leg, cold: int | None, engine: str, past: PastH
     if cold is not None:
         real, said = past(leg.file, None if engine == "gds" else cold)
         if real:
-            return leg._replace(engine="gds", why=f"{leg.why}; {said}")
+            return leg._replace(engine="gds", why=f"{leg.why}; {said}", past_host=True)
         why = f"{why}; {'gds asked for, but ' if engine == 'gds' else 'no gds: '}{said}"
     return kept._replace(engine="pinned", why=why)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.dlpack import array_at
 from mfload.frameworks.base import Adapter, Lent
 from mfload.io import buffers
-from mfload.planning.layout import DEVICE_BUFFER, BufferSpec
+from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan
 from mfload.sources.base import Source
 
@@ -25,7 +25,6 @@ Allocators = Mapping[int, "Callable[[int], DeviceBuffer]"]
 _WORTH_LOOKING = 64 << 10
 # For less, files of the system are not read: they take some 0.1 ms.
 _WORTH_ASKING = 16 << 20
-_ROUNDED = 512  # Bytes to which allocators of frameworks round on a device.
 
 
 def check_host(needed: int, specs: Sequence[BufferSpec] = ()) -> int:
@@ -101,17 +100,12 @@ def lend(plan: Plan, adapter: Adapter) -> dict[int, Lent]:
     return {place.buffer: each for place, each in zip(places, lent, strict=True)}
 
 
-def allocators(specs: Sequence[BufferSpec], adapter: Adapter, allocator: str) -> Allocators:
-    """What allocates those of the buffers that lie on devices.
-
-    It is the adapter; for `allocator="mfload"`, the device.
-    """
+def allocators(specs: Sequence[BufferSpec], adapter: Adapter) -> Allocators:
+    """What the adapter allocates those of the buffers with that lie on devices."""
     sizes: dict[int, list[int]] = {}
-    for nbytes, _, device in specs:
-        if device is not None:
+    for nbytes, source, device in specs:
+        if device is not None and source is None:
             sizes.setdefault(device, []).append(nbytes)
-    if allocator == "mfload":
-        return {device: adapter.devices[device].allocate for device in sizes}
     return {device: adapter.allocator(device, each) for device, each in sizes.items()}
 
 
@@ -120,69 +114,49 @@ def allocate(
     sources: Sequence[Source],
     adapter: Adapter,
     lent: Mapping[int, Lent],
-    there: Allocators = MappingProxyType({}),
-    allocator: str = "auto",
-) -> list[Any]:
-    """The memory of each buffer: a uint8 array, or a `DeviceBuffer` (see `allocators`).
-
-    Raises MemoryLimitError if memory is refused, SourceChangedError if a file to map has shrunk.
-    """
-    if allocator == "mfload" or not there:
-        return _allocate(plan, sources, adapter, lent, there)
-    together = _together(plan, lent) if adapter.alone is not None else {}
-    with adapter.allocating():
-        return _allocate(plan, sources, adapter, lent, there, together)
-
-
-def _allocate(
-    plan: Plan,
-    sources: Sequence[Source],
-    adapter: Adapter,
-    lent: Mapping[int, Lent],
     there: Allocators,
-    together: Mapping[int, int] = MappingProxyType({}),
 ) -> list[Any]:
+    """The memory of each buffer: a uint8 array, or a `DeviceBuffer`.
+
+    On devices that `allocators` gave nothing for, it is mfload's own. Raises MemoryLimitError if
+    memory is refused, SourceChangedError if a file to map has shrunk.
+    """
     memory: list[Any] = []
+    lying: dict[int, Any] = {}
     ranges: dict[int, list[tuple[int, int]]] = {}
-    for number, (nbytes, source, device) in enumerate(plan.buffers):
-        if number in lent:
-            memory.append(lent[number].memory)
-        elif source is not None:
-            ranges = ranges or _mapped_ranges(plan)
-            some = ranges[number] or [(0, 1)]  # Of empty tensors alone.
-            memory.append(_map(sources[source], some, adapter.readonly_maps))
-        elif device is None:
-            memory.append(buffers.allocate(nbytes))
-        else:
-            try:
-                if number in together:
-                    adapter.reserve(device, together[number])
-                memory.append(there[device](nbytes))
-            except errors.MfloadError as error:
-                inside = (p.request.info.name for p in plan.places if p.buffer == number)
-                error.tensor = error.tensor or next(inside, None)
-                raise
+    with adapter.allocating() if there else nullcontext():
+        for number, (nbytes, source, device) in enumerate(plan.buffers):
+            if number in lent:
+                memory.append(lent[number].memory)
+            elif source is not None and device is not None:
+                if not lying:
+                    from mfload.loading import near  # Only some sources lie on devices.
+
+                    lying = near.lying(plan, sources)
+                memory.append(lying[number])
+            elif source is not None:
+                ranges = ranges or _mapped_ranges(plan)
+                some = ranges[number] or [(0, 1)]  # Of empty tensors alone.
+                memory.append(_map(sources[source], some, adapter.readonly_maps))
+            elif device is None:
+                memory.append(buffers.allocate(nbytes))
+            else:
+                try:
+                    make = there.get(device) or adapter.devices[device].allocate
+                    memory.append(make(nbytes))
+                except errors.MfloadError as error:
+                    inside = (p.request.info.name for p in plan.places if p.buffer == number)
+                    error.tensor = error.tensor or next(inside, None)
+                    raise
     return memory
-
-
-def _together(plan: Plan, lent: Mapping[int, Lent]) -> dict[int, int]:
-    """Bytes of the buffers of a device that follow each other, by the number of the first."""
-    groups: dict[int, int] = {}
-    first: dict[int, int] = {}
-    for number, (nbytes, _, device) in enumerate(plan.buffers):
-        if device is None or number in lent:
-            continue
-        size, start = -(-nbytes // _ROUNDED) * _ROUNDED, first.get(device)
-        if start is None or groups[start] + size > DEVICE_BUFFER:
-            start = first[device] = number
-        groups[start] = groups.get(start, 0) + size
-    return groups
 
 
 def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:
     """The parts of maps that the plan uses, by the number of their buffer."""
     found: dict[int, list[tuple[int, int]]] = {
-        number: [] for number, spec in enumerate(plan.buffers) if spec.source is not None
+        number: []
+        for number, spec in enumerate(plan.buffers)
+        if spec.source is not None and spec.device is None
     }
     for request, buffer, at in plan.places:
         if buffer not in found or not request.nbytes:

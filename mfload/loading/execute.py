@@ -23,6 +23,7 @@ from mfload.sources.base import Source
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
     from mfload.io.threads import Start
+    from mfload.io.trial import Trial
     from mfload.timeline import Recorder
 
 Advance = Callable[[int], None]
@@ -72,14 +73,16 @@ def run(
     recorder: Recorder | None = None,
     start: Start | None = None,
     allocate: Callable[[], object] | None = None,
+    trial: Trial | None = None,
 ) -> tuple[tuple[str, ...], int]:
     """Fills the buffers of a plan; returns notes, as on a fall-back, and how many threads read.
 
     `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
     `staging` has the slots of what lands on devices. `recorder` records what threads do, and
-    `start` gives them. `allocate` puts the buffers into `memory`, while readers fill slots. If
-    bytes can't be read or the files change, the readers are stopped and SourceError is raised.
+    `start` gives them. `allocate` puts the buffers into `memory`, while readers fill slots. `trial`
+    says how many of the threads read cold files, and by which way. If bytes can't be read or the
+    files change, the readers are stopped and SourceError is raised.
     """
     notes: list[str] = []
     if recorder is not None:
@@ -94,11 +97,12 @@ def run(
 
     def open_reader(number: int) -> PreadReader:
         leg = route.get(number)
-        if leg is None or not leg.direct:
+        tried = trial if leg is not None and leg.either else None
+        if leg is None or not (leg.direct or tried):
             return PreadReader(sources[number], cold=leg is not None and leg.cold)
         from mfload.io.direct import DirectReader
 
-        return DirectReader(sources[number], note)
+        return DirectReader(sources[number], note, tried)
 
     kept: list[Source] = []
     if any(map(_COLD, route.values())):
@@ -122,7 +126,7 @@ def run(
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
         from mfload.cuda.engine import onto_devices
 
-        gds = {number: sources[number] for number, leg in route.items() if leg.engine == "gds"}
+        gds = {number: sources[number] for number, leg in route.items() if leg.past_host}
         how = staging, open_reader, threads, gds, note, observer
         raw = [block for block in blocks if block.decode is None]
         rounds.append(onto_devices(raw, memory, *how))
@@ -131,7 +135,7 @@ def run(
         allocate()
         allocate = None
     if blocks:
-        direct = any(map(_DIRECT, route.values()))
+        direct = trial is not None or any(map(_DIRECT, route.values()))
         own = list(filter(buffers.is_own, memory)) if direct else ()
         protection = buffers.ForkProtection(own) if own else nullcontext()
         work = partial(fill, open_reader, memory, observer, protection)
@@ -141,7 +145,7 @@ def run(
     for pools in rounds:
         some, work, _ = pools[0]
         here = Share(deque(some), bool, bool)  # bool(): never stopped, reports nothing.
-        engine = Engine(pools, recorder, start) if threads else None
+        engine = Engine(pools, recorder, start, trial) if threads else None
         try:
             if engine is None:
                 here.track = None if recorder is None else recorder.begin("reader 1")
@@ -168,6 +172,9 @@ def run(
         check, some = methodcaller("check"), map(sources.__getitem__, used)
         look = partial(together, check, some) if concurrency else partial(list, map(check, some))
         deadline.bound(look, "looking at the files again")
+    if trial is not None:
+        notes += [str(trial)] if trial.over else []
+        threads = min(threads, trial.way.readers)
     return tuple(notes), threads or 1
 
 

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import numpy as np
+
 from mfload import errors, frameworks
 from mfload.dlpack import View
 from mfload.errors import counted
@@ -87,11 +89,9 @@ class _Reader:
         if self._never_waits:
             at_once = how.engine != "mmap" and hasattr(os, "RWF_NOWAIT")
             self._reads_small, self._reads_parts = self._reads_small and at_once, False
-        self._in_pieces = how.engine != "direct" and how.page_cache != "bypass"
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
         self._landing: Shared | None = None  # What loads onto devices share.
-        self.kept: dict[Any, Any] = {}  # What users of its lazy tensors keep until it is closed.
         self._route, self._legs = (how.engine, how.page_cache), dict[int, route.Leg]()
         # Of a file on a disk: bytes read without a gap, where they end, and how far it is fetched.
         self._fetched = dict[int, tuple[int, int, int]]()
@@ -110,15 +110,6 @@ class _Reader:
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
         return self._opened().files[info.pieces[0].source]
-
-    def reads_pieces(self, row: TensorInfo) -> bool:
-        """Whether reading pieces of a tensor costs no more than reading it at once.
-
-        Requests to a store are made side by side, so are reads past the page cache, and what is
-        packed is unpacked as a whole.
-        """
-        file = self._sources[row.pieces[0].source].file
-        return self._in_pieces and row.simple and file is not None
 
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
@@ -247,7 +238,8 @@ class _Reader:
         source, at, nbytes, stored = info.pieces[0]
         if not (self._reads_parts and len(info.pieces) == 1 and stored is None):
             return None
-        if dtype is not info.dtype or not 0 < memory.nbytes <= _FILLED:
+        on_host = isinstance(memory, np.ndarray)
+        if dtype is not info.dtype or not (on_host and 0 < memory.nbytes <= _FILLED):
             return None
         apart = False
         if selection is not None:
@@ -452,7 +444,6 @@ class LazyCheckpoint(_Reader, Generic[Array]):
             if shared is not None:
                 shared.close()
         self._cells.clear()
-        self.kept = {}
         self._map = None
 
     def __enter__(self) -> LazyCheckpoint[Array]:

@@ -58,15 +58,9 @@ class LazyTensor:
         self.shape = row.storage_shape(request.shape) if self._packed else request.shape
 
     @property
-    def kept(self) -> dict[Any, Any]:
-        """What its users keep until the stream is closed."""
-        self._check_open()
-        return self._opened.kept
-
-    @property
-    def in_pieces(self) -> bool:
-        """Whether reading it in pieces costs no more than reading it at once."""
-        return self._opened.reads_pieces(self._request.info)
+    def simple(self) -> bool:
+        """Whether it is read into memory of a device, too, as the host need not put it together."""
+        return self._request.info.simple
 
     def __getitem__(self, index: Any) -> LazyTensor:
         """A part, which is lazy too.
@@ -120,11 +114,10 @@ class LazyTensor:
                 expected="use it before close(), or inside the with block",
             )
 
-    def read(self, lent: Lent | None = None, *, unknown: bool = False, more: bool = False) -> Any:
+    def read(self, lent: Lent | None = None, *, unknown: bool = False) -> Any:
         """Reads it into a new array, or into one of the same dtype and shape that is lent.
 
-        `unknown`: the operation that it is for may need less; the report counts it. `more`: it is
-        another piece of a tensor that was counted.
+        `unknown`: the operation that it is for may need less; the report counts it.
 
         Raises:
             UsageError: The stream was closed.
@@ -141,7 +134,7 @@ class LazyTensor:
         if lent is not None and filled is not None:
             if self._report is not None:
                 seconds = time.perf_counter() - start
-                self._count(filled, lent.memory.nbytes, seconds, before, more)
+                self._count(filled, lent.memory.nbytes, seconds, before)
             return lent.array
         if lent is not None:
             adapter = InPlaceAdapter(adapter, {0: lent.memory})
@@ -155,7 +148,6 @@ class LazyTensor:
             raise
         if self._report is not None and one is not None:
             one.whole_reads = int(unknown)
-            one.tensors -= more
             with _counting:
                 self._report.add(one)
         return array
@@ -166,7 +158,6 @@ class LazyTensor:
         nbytes: int,
         seconds: float,
         before: Usage,
-        more: bool,
     ) -> None:
         """Adds what was filled to the report, in a part of the time that `Report.add` takes."""
         (leg, read, used), report = filled, self._report
@@ -174,7 +165,7 @@ class LazyTensor:
         assert report is not None
         with _counting:
             report.framework = self.adapter.name
-            report.tensors += not more
+            report.tensors += 1
             report.result_bytes += nbytes
             report.aliased_bytes += nbytes
             report.read_bytes += read

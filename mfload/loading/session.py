@@ -34,8 +34,10 @@ from mfload.sources.base import Costs, Source
 # What only some loads need is imported where it is used.
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
+    from mfload.io.trial import Trial
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
+    from mfload.planning.plan import Place
     from mfload.report import Report
     from mfload.timeline import Recorder
 
@@ -44,9 +46,12 @@ _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
 _SMALLER = 8  # The part of a slot of full size that small reads have.
+# The most readers past the page cache that a trial may come to, and the `max_host_overhead` that
+# leaves room for it, in bytes.
+_MOST_TRIED, _ROOM = 16, 128 << 20
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
-_DIRECT, _COLD = attrgetter("direct"), attrgetter("cold")  # Of a leg.
+_DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
 _FIRST = itemgetter(0)
 
 
@@ -78,7 +83,10 @@ class Shared:
         legs: The route of files, by their numbers. If it is known what all take, the first load
             chooses for all; else the first one of some MiB for those that land in the same place.
         crew: The threads.
+        trial: Goes on from one load to the next, if it is known what all take.
     """
+
+    trial: Trial | None = None
 
     def __init__(self, wanted: Mapping[int, int] | None) -> None:
         from mfload.io.threads import Crew
@@ -159,7 +167,7 @@ class Loader:
         filled: list[Filled] = []
         try:
             with gc_paused():
-                session = Session(self, requests, observer=observer)
+                session = Session(self, requests, observer=observer, alone=fill is None)
                 session.recorder = recorder
             batches = session.limits.batches
             if len(batches) > 1:
@@ -202,9 +210,11 @@ class Session:
         limits: Batches, and how large a read may be.
         notes: What was decided without being asked for.
         recorder: Records what threads do, for a report.
+        trial: Finds out how cold files are best read; None if there is too little to read.
     """
 
     recorder: Recorder | None = None
+    trial: Trial | None = None
 
     def __init__(
         self,
@@ -213,6 +223,7 @@ class Session:
         *,
         by_host: bool = False,
         observer: Observer | None = None,
+        alone: bool = True,
     ) -> None:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index, counts_items=loader.adapter.counts_items)
@@ -221,6 +232,13 @@ class Session:
         adapter = self.adapter
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
+        # What others read too, or see, passes through the host.
+        self._near = bool(adapter.devices) and alone and observer is None
+        self._near = self._near and any(hasattr(each, "lying") for each in sources)
+        if self._near:
+            from mfload.loading import near  # Only some sources lie on devices.
+
+            self._whole = list(map(near.narrowed, self._whole))
         self.requests, self._owners = self._whole, range(len(self._whole))
         if adapter.devices:
             self._whole = list(self._whole)  # Rows that are made when asked for are made once.
@@ -233,9 +251,15 @@ class Session:
             self.requests = self._whole = list(self.requests)
         if not isinstance(self.requests, WholeTensors):
             self.allocations = list(map(self._allocation, self.requests))
+        if self._near:
+            from mfload.loading import near
+
+            given = sources, adapter, options
+            pairs = zip(self.requests, self.allocations, strict=True)
+            self.allocations = [near.allocation(*pair, *given) for pair in pairs]
         numbers: set[int] = set()
         self._copies = self._lends = False
-        for device, owner, copied in set(self.allocations):
+        for device, owner, copied, _ in set(self.allocations):
             self._copies |= copied
             self._lends |= owner == "framework"
             if device is not None:
@@ -264,8 +288,18 @@ class Session:
             chosen = options.deadline.bound(choose, "opening the files")
             known.update(zip(files, chosen, strict=True))
         self.route = {number: known[number] for number in used}
+        if self._near:
+            from mfload.loading import near
+
+            self.route = near.legs(self.route, self.requests, self.allocations, sources)
         legs = self.route.values()
-        self._direct = any(map(_DIRECT, legs))
+        # Of a stream, all of it counts.
+        of_all = wanted if shared is None or shared.wanted is None else shared.wanted
+        tries = alone and not apart and sum(of_all.values()) >= routing.TRIED
+        tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
+        room = options.max_host_overhead
+        tries = tries and (room is None or room >= _ROOM)
+        self._direct = any(map(_DIRECT, legs)) or (tries and any(map(_EITHER, legs)))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
         for number, leg in self.route.items():
@@ -278,6 +312,8 @@ class Session:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
         chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
+        if tries and self._direct:
+            chosen = max(chosen, _MOST_TRIED)
         self.threads, self.used = options.threads or chosen, 0
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
@@ -288,11 +324,13 @@ class Session:
         if self._devices:
             from mfload.cuda import cufile, staging
 
-            self._gds = any(leg.engine == "gds" for leg in legs)
+            self._gds = any(leg.past_host for leg in legs)
             gds = cufile.slot_bytes(0) if self._gds else None
             readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
             readers.kept = shared is not None
         self.limits = Limits(self.requests, self.allocations, options, readers)
+        if tries and (options.threads is None or any(map(_EITHER, legs))):
+            self._begin_trial(sum(of_all.values()))
         self.notes = (*index.notes, *adapter.notes)
         for name in sorted(dtypes.NARROW.keys() & map(_FIRST, self._known)):
             if (kind := adapter.forms[name].type) != name:
@@ -305,6 +343,21 @@ class Session:
             )
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
+
+    def _begin_trial(self, nbytes: int) -> None:
+        """Begins to try how the files, which are cold, are best read, or goes on with that."""
+        from mfload.io.trial import Trial
+
+        shared, asked, count = self._shared, self._options.threads, len(self._devices)
+        if shared is not None and shared.trial is not None:
+            self.trial = shared.trial
+            return
+        through = asked or execute.reader_threads(False, count)
+        how = self.limits.costs.block, asked or max(1, count), self.threads
+        cold = any(map(_COLD, self.route.values()))
+        self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
+        if shared is not None and shared.wanted is not None:
+            shared.trial = self.trial
 
     def _allocation(self, request: Request) -> Allocation:
         by_host = bool(self.adapter.devices) and request.by_host
@@ -334,6 +387,13 @@ class Session:
             made += parts
             owners += [position] * len(parts)
         return made, owners
+
+    def by_request(self, places: Sequence[Place]) -> list[list[Place]]:
+        """The places of a plan of all, for each request as it was before it was split."""
+        made: list[list[Place]] = [[] for _ in self._whole]
+        for place, owner in zip(places, self._owners, strict=True):
+            made[owner].append(place)
+        return made
 
     def results(self, arrays: Mapping[int, Any] | Sequence[Any]) -> Sequence[Any]:
         """What a user gets for each request, from the arrays by their position in `requests`."""
@@ -366,7 +426,19 @@ class Session:
         elif limit is not None and limit < least:
             against = "max_device_overhead= leaves no room for its slots"
         past = functools.partial(gds.check, self._devices, options.deadline, against)
-        return routing.choose_onto_device(files, options.engine, options.page_cache, past)
+        legs = routing.choose_onto_device(files, options.engine, options.page_cache, past)
+        made: list[routing.Leg] = []
+        for (one, _), leg in zip(files, legs, strict=True):
+            source: Any = one
+            find = getattr(source, "past_host", None)  # Of peers.
+            why = None if find is None else find(self._devices)
+            if why is not None and (why := against or why):
+                leg = leg._replace(why=f"{leg.why}; through the host: {why}")
+            elif why is not None:
+                why = f"{source.why}; from device to device"
+                leg = leg._replace(engine=source.engine, why=why, past_host=True)
+            made.append(leg)
+        return made
 
     def _decided(self) -> Iterator[str]:
         name, batches, asked = self.adapter.name, self.limits.batches, self._options.allocator
@@ -427,7 +499,7 @@ class Session:
         raw = [block for block in plan.blocks if block.decode is None]
         made.staging = staging = slots.staging(raw, methods, most)
         if self._shared is not None:  # Of two sizes alone, so that the next load can use them.
-            block = self.limits.costs.block
+            block = self.limits.slot or self.limits.costs.block
             small = staging.block <= block // _SMALLER
             block = max(staging.block, block // _SMALLER if small else block)
             made.staging = staging = staging._replace(block=block)
@@ -543,9 +615,9 @@ class Session:
         plan = planned.plan
         times.append(time.perf_counter())
         there: allocate.Allocators = {}
-        if self._devices:
+        if self._devices and self._options.allocator != "mfload":
             specs = allocate.not_lent(plan) if self._lends else plan.buffers
-            there = allocate.allocators(specs, self.adapter, self._options.allocator)
+            there = allocate.allocators(specs, self.adapter)
         self.check_batch(planned)
         memory: list[Any] = []
         lent: dict[int, Lent] = {}
@@ -553,8 +625,8 @@ class Session:
         def take() -> None:
             if self._lends:
                 lent.update(allocate.lend(plan, self.adapter))
-            given = plan, self._sources, self.adapter, lent, there, self._options.allocator
             # A map reads from the disk, and a device may be busy: to get their memory may hang.
+            given = plan, self._sources, self.adapter, lent, there
             get = functools.partial(allocate.allocate, *given)
             if self._devices and deadline.seconds is not None:
                 get = functools.partial(_within, self.adapter.follow(), get)
@@ -584,9 +656,17 @@ class Session:
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
                 allocate=later,
+                trial=self.trial,
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
+            if self._near:
+                from mfload.loading import near
+
+                copy = functools.partial(near.copy, plan, memory, self._sources)
+                copied = deadline.bound(copy, "copying from device to device")
+                if advance is not None:
+                    advance(copied)
         times.append(time.perf_counter())
         with gc_paused():
             arrays = _arrays(plan, memory, lent, self.adapter)
@@ -656,7 +736,11 @@ def _describe(
     report.exchanged_bytes = sum(exchanged for _, _, exchanged in filled)
     report.device_peak_bytes = device_memory.peak_bytes()
     report.threads = session.used
-    report.route = tuple((leg.file, leg.engine, leg.why) for leg in session.route.values())
+    legs = session.route.values()
+    if session.trial is not None:
+        found = session.trial.gain, session.trial.way.direct
+        legs = [routing.after_trial(leg, *found) for leg in legs]
+    report.route = tuple((leg.file, leg.engine, leg.why) for leg in legs)
     notes = (*session.notes, *(note for _, notes, _ in filled for note in notes))
     report.notes = tuple(dict.fromkeys(notes))
     for name, start, stop in stages:

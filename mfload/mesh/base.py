@@ -32,7 +32,7 @@ class Transport(NamedTuple):
     Attributes:
         price: What a byte that comes through hosts costs, in bytes read from the page cache.
         width: Bytes of a row at most. Rows that are copied should fit the processor's cache.
-        by_devices: Whether bytes for accelerators travel between these.
+        by_devices: Whether bytes for accelerators travel between these, if they can be connected.
         held: Times the rows of a round that an exchange holds: those to send and those that came,
             and the framework's copies of both, of the round that travels and of the next.
     """

@@ -1,7 +1,7 @@
 """JAX in several processes: its key-value store, and bytes from one process to another.
 
-Bytes travel by one collective, an all-to-all of uint8 over one device of each process, of one size
-and compiled once. Some platforms reject some dtypes in collectives; all of them take uint8.
+Bytes travel by one collective, an all-to-all of uint8 over one device of each process, of one or
+two sizes and compiled once. Some platforms reject some dtypes in collectives; all take uint8.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mfload import errors
-from mfload.frameworks import jax_adapter
+from mfload.cuda.device import Device
+from mfload.cuda.memory import DeviceBuffer
+from mfload.dlpack import View
+from mfload.dtypes import TABLE
+from mfload.frameworks import jax_adapter, private_api
 from mfload.io import buffers
-from mfload.mesh.link import Link
+from mfload.mesh.device_link import DeviceLink
 from mfload.runtime import Deadline
 
 
@@ -75,7 +79,7 @@ def _reachable() -> Generator[None]:
         ) from error
 
 
-class JaxLink(Link):
+class JaxLink(DeviceLink):
     """Swaps rows of `width` bytes by one collective of XLA."""
 
     def __init__(self, ranks: Sequence[int], platform: str, width: int, deadline: Deadline) -> None:
@@ -96,14 +100,32 @@ class JaxLink(Link):
 
     def close(self) -> None:
         """Has JAX release the buffers, as far as nothing else holds them."""
+        super().close()
         jax_adapter.wait_for_release(lambda: sum(each() is not None for each in self._sent), 0)
 
     def exchange(self, rows: Any) -> Any:
         """One collective (see `Link`)."""
+        return np.asarray(self._swap(jax.device_put(rows[None], self._mine)))[0]
+
+    def moves(self, device: Device) -> bool:
+        """Whether it is the one that XLA's collectives of this process run on (see `Link`)."""
+        return super().moves(device) and device.place[1] == self._mine.local_hardware_id
+
+    def swap_there(self, room: DeviceBuffer) -> DeviceBuffer:
+        """One collective on devices (see `DeviceLink`)."""
+        shape = 1, len(self._devices), self._width
+        adapter = jax_adapter.JaxAdapter(self._mine, room.device)
+        sent = adapter.array(View("rows", TABLE["U8"], shape, room, 0))
+        came = jax.block_until_ready(self._swap(sent))
+        address = private_api.jax_address(came)
+        return DeviceBuffer(room.device, address, room.nbytes, came, own=False)
+
+    def _swap(self, sent: Any) -> Any:
+        """Swaps rows of (1, to, bytes) on this process's device."""
         swap, sharding = _all_to_all(self._devices)
-        sent, shape = jax.device_put(rows[None], self._mine), (len(rows), *rows.shape)
+        shape = len(self._devices), *sent.shape[1:]
         whole = jax.make_array_from_single_device_arrays(shape, sharding, [sent])
-        return np.asarray(swap(whole).addressable_shards[0].data)[0]
+        return swap(whole).addressable_shards[0].data
 
 
 @functools.lru_cache(maxsize=16)

@@ -31,6 +31,7 @@ class Pieces(NamedTuple):
         sizes: Bytes of the row for each process that are sent apart from pieces.
         come: The same of the row from each process.
         most: The most pieces that travel from one process to another; the same on all of them.
+        front: The longest of all `sizes` of all processes; the same on all of them.
     """
 
     sent: list[tuple[int, int, Any]]
@@ -38,6 +39,7 @@ class Pieces(NamedTuple):
     sizes: list[int]
     come: list[int]
     most: int
+    front: int
 
 
 class Link:
@@ -51,6 +53,8 @@ class Link:
     """
 
     device: Any = None  # Where results lie, and pieces that are sent. Default: in host memory.
+    several = False  # Whether results may lie on further devices of this process.
+    rooms = 2  # Times the rows of a round that it holds on the device.
 
     def __init__(self, group: Hashable, deadline: Deadline) -> None:
         self._group, self._deadline = group, deadline
@@ -79,8 +83,18 @@ class Link:
         return self._deadline.bound(allocate, "allocating on a device")
 
     def view(self, memory: Any) -> Any:
-        """The bytes of a buffer, as pieces are taken from it."""
+        """The bytes of a buffer, as `part` takes pieces from it."""
         return memory
+
+    def part(self, view: Any, at: int, nbytes: int) -> Any:
+        """A piece of a buffer's bytes."""
+        return view[at : at + nbytes]
+
+    @staticmethod
+    def well(rows: Any, came: Any) -> bool:
+        """Whether all processes are at the round of these rows, and none tells of an error."""
+        well = [*rows[0, :8], *bytes(8)]
+        return all([*row[:16]] == well for row in came)
 
     def copy(self, copies: Sequence[tuple[Any, Any]]) -> None:
         """Copies bytes of rows and pieces to where they belong, (target, source)."""
@@ -123,7 +137,7 @@ class Link:
         """
         outcome: list[Any] = []
         sizes = [len(row) for row in rows]
-        pieces = pieces or Pieces([], [], sizes, sizes, 0)
+        pieces = pieces or Pieces([], [], sizes, sizes, 0, max(sizes, default=0))
 
         def run() -> None:
             try:

@@ -44,7 +44,8 @@ _PRICE = 0.2
 # the loopback.
 _REMOTE = 2
 _WORTH = 1.1  # An exchange must save a tenth of what is read.
-_NARROWEST = 4096  # Bytes of a row.
+_NARROWEST = 4096  # Bytes of a row,
+_DEVICE_ROW = 16 << 20  # and at most between devices, where it passes through no cache.
 _BETWEEN = "; bytes travel between devices"
 _OUT_OF_STEP = "an exchange broke off before, so that the collectives are out of step"
 
@@ -314,6 +315,10 @@ def _exchange(
             problems = [*filter(None, group.gather("connect", problem).values())]
             link.device = None if problems else device
             why += f"; bytes travel by the host: {problems[0]}" if problems else _BETWEEN
+        if link.device is None and between(backend):
+            there, against = exchanged(requests, options, backend, loader.sources, by_host=True)
+            if there is None:  # What was worth it between devices is not so by the host.
+                return None, f"{against}; {why}"
         # Results wait in host memory until they are copied to a device that is not the host.
         straight = link.device or backend.platform() == "cpu"
         limit = math.inf if straight else options.max_host_overhead or OVERHEAD
@@ -324,21 +329,29 @@ def _exchange(
 
 
 def landing(mine: Sequence[Request], loader: Loader, link: Link, nbytes: int) -> Device | None:
-    """The device that all results land on, if pieces can travel from there and rows fit."""
+    """The device that pieces travel from, if all results land on devices and rows fit there."""
     devices, most = loader.adapter.devices, loader.options.max_device_overhead
-    if len(devices) != 1 or not link.moves(devices[0]):
+    device = next(filter(link.moves, devices), None)
+    if device is None or (len(devices) > 1 and not link.several):
         return None
     there = session.Session(loader, mine)
     if any(each.device is None for each in there.allocations or [HOST] * len(mine)):
         return None
     beside = 0 if most is None else max(there.plan().device_overhead.values(), default=0)
-    return devices[0] if most is None or most >= 2 * nbytes + beside else None
+    return device if most is None or most >= link.rooms * nbytes + beside else None
 
 
 def exchanged(
-    requests: Requests, options: LoadOptions, backend: MeshBackend, sources: Sequence[Source]
+    requests: Requests,
+    options: LoadOptions,
+    backend: MeshBackend,
+    sources: Sequence[Source],
+    *,
+    by_host: bool = False,
 ) -> tuple[int | None, str]:
     """Bytes of a row if processes read for each other, else None; and why. Alike on all.
+
+    With `by_host`, bytes for devices travel by the host all the same.
 
     Raises MemoryLimitError if that is asked for and a round does not fit in the overhead.
     """
@@ -350,7 +363,7 @@ def exchanged(
         return None, ""
     why = "exchange='once'"
     if not asked:
-        moved, known = price(backend, sources)
+        moved, known = price(backend, sources, by_host=by_host)
         # Of rows in the page cache only what is wanted is touched, but a device gets whole blocks.
         rows = _remote(sources) or backend.platform() != "cpu"
         most, share, came = amounts(requests, rows=rows)
@@ -364,6 +377,8 @@ def exchanged(
     limit = (OVERHEAD if given is None else given) // 2
     transport = _transport(backend)
     widest, held = transport.width, transport.held * len(requests)
+    if between(backend) and not by_host:
+        widest = max(widest, _DEVICE_ROW)
     width = min(widest, 2 * widest // len(requests), limit // held)  # The rest is for readers.
     width = max(_NARROWEST, 1 << max(0, width.bit_length() - 1))
     if held * width > limit:
@@ -377,12 +392,18 @@ def exchanged(
     return width, f"every byte is read by one process: {why}"
 
 
-def price(backend: MeshBackend, sources: Sequence[Source]) -> tuple[float, str]:
+def price(
+    backend: MeshBackend, sources: Sequence[Source], *, by_host: bool = False
+) -> tuple[float, str]:
     """What a byte from another process costs, in bytes read of these sources; how that is known."""
-    transport = _transport(backend)
-    if transport.by_devices and backend.platform() != "cpu":
+    if between(backend) and not by_host:
         return _PRICE, "assumed"
-    return transport.price / (_REMOTE if _remote(sources) else 1), "measured"
+    return _transport(backend).price / (_REMOTE if _remote(sources) else 1), "measured"
+
+
+def between(backend: MeshBackend) -> bool:
+    """Whether bytes travel between devices, if these can be connected."""
+    return _transport(backend).by_devices and backend.platform() != "cpu"
 
 
 def _transport(backend: MeshBackend) -> base.Transport:
@@ -428,17 +449,19 @@ def preview(
     notes, width = list(here.notes), None
     if len(ranks) > 1:
         requests = {rank: job.requests.get(rank, []) for rank in ranks}
-        width, note = exchanged(requests, chosen.options, backend, chosen.sources)
+        given = requests, chosen.options, backend, chosen.sources
+        width, note = exchanged(*given)
+        beside = 0
+        if width is not None and here.plan.device_bytes:
+            link, rows = backend.link(ranks, width, chosen.options.deadline), len(ranks) * width
+            if landing(job.mine, job.loader, link, rows) is not None:
+                beside = here.device_overhead_bytes + link.rooms * rows
+            else:  # What is exchanged is put together on the host.
+                width, note = exchanged(*given, by_host=True)
+                if width is not None:
+                    here = job.loader.preview(job.mine, by_host=True)
         notes += [note] if note else []
         if width is not None:
-            beside, rows = 0, len(ranks) * width
-            if here.plan.device_bytes:
-                link = backend.link(ranks, width, chosen.options.deadline)
-                if landing(job.mine, job.loader, link, rows) is None:
-                    # What is exchanged is put together on the host.
-                    here = job.loader.preview(job.mine, by_host=True)
-                else:
-                    beside = here.device_overhead_bytes + 2 * rows
             from mfload.mesh import redistribute
 
             schedule = redistribute.schedule(requests, width)

@@ -16,6 +16,8 @@ import paddle
 import paddle.distributed as dist
 
 from mfload import errors
+from mfload.cuda.device import Device
+from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import DType
 from mfload.frameworks import base as adapters, paddle_adapter, private_api
 from mfload.frameworks.several import MeshAdapter
@@ -24,7 +26,8 @@ from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.mesh import specs
 from mfload.mesh.base import MeshBackend, Share, Transport, Whole
-from mfload.mesh.link import Link, Pieces
+from mfload.mesh.device_link import DeviceLink
+from mfload.mesh.link import Pieces
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 
@@ -204,7 +207,7 @@ def _box(shape: Shape, sizes: Sequence[int], at: Sequence[int], placements: Sequ
     return tuple(box)
 
 
-class PaddleLink(Link):
+class PaddleLink(DeviceLink):
     """Swaps by sending and receiving uint8 in pairs, which gloo and NCCL both can.
 
     Paddle numbers what is sent within a group, also between other processes, so each process sends
@@ -233,10 +236,10 @@ class PaddleLink(Link):
                 dist.scatter(row, sent, src=root)
         return came
 
-    def swap(self, rows: Any, pieces: Pieces) -> Any:
+    def by_host(self, rows: Any, pieces: Pieces) -> Any:
         """Sends pieces from and to where they lie, and as many between any two (see `Link`)."""
         if self._count % 2:  # In pairs, one would be left alone.
-            return super().swap(rows, pieces)
+            return super().by_host(rows, pieces)
         came = [buffers.allocate(size) for size in pieces.come]
         came[self._rank][:] = rows[self._rank, : pieces.come[self._rank]]
         sent = [[row[:size]] for row, size in zip(rows, pieces.sizes, strict=True)]
@@ -256,6 +259,29 @@ class PaddleLink(Link):
                         with self._taking(memory) as tensor:
                             dist.recv(tensor, src=peer)
         return came
+
+    def moves(self, device: Device) -> bool:
+        """Whether NCCL can move its bytes (see `Link`)."""
+        return super().moves(device) and self._over is None
+
+    def room(self, rows: Any) -> Any:
+        """Memory of Paddle's on the device (see `Link`), which takes no other."""
+        if self.device is None:
+            return super().room(rows)
+        tensor = paddle.empty([rows.size], "uint8")
+        self._rooms[rows.ctypes.data] = room = self._memory_of(tensor)
+        return room
+
+    def swap_there(self, room: DeviceBuffer) -> DeviceBuffer:
+        """One all-to-all of NCCL's (see `DeviceLink`)."""
+        came = paddle.empty([room.nbytes], "uint8")
+        dist.alltoall_single(came, room.owner)
+        paddle.device.synchronize()
+        return self._memory_of(came)
+
+    def _memory_of(self, tensor: Any) -> DeviceBuffer:
+        address = tensor.data_ptr()
+        return DeviceBuffer(self.device, address, tensor.size, tensor, own=False)
 
     def _tensor(self, memory: Any) -> Any:
         """A tensor of bytes, over their memory where Paddle can."""

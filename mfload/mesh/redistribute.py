@@ -257,7 +257,8 @@ def load(
 
             kept = pread.read_ahead(list(cold.values()))
             try:
-                given = made, group, link, read, plan.places, memory, advance
+                places = session.by_request(plan.places)
+                given = made, group, link, read, places, memory, advance
                 track = session.recorder and session.recorder.exchanges()
                 run(*given, ahead if cold else None, track)
             finally:
@@ -289,7 +290,7 @@ def run(
     group: ProcessGroup,
     link: Link,
     read: Callable[[Sequence[Request], Sequence[tuple[int, int]], list[Any]], None],
-    places: Sequence[Place],
+    places: Sequence[Sequence[Place]],
     memory: list[Any],
     advance: execute.Advance | None,
     ahead: Callable[[Sequence[Request]], None] | None = None,
@@ -297,6 +298,7 @@ def run(
 ) -> None:
     """Fills the results of this process; `read` reads requests to places, (buffer, first byte).
 
+    `places` has those of each request, one for each device that it is for.
     `ahead` is told of requests some rounds before they are read. `track` records what travels.
 
     A process that fails keeps taking part until it has said so in the header of its rows. Then all
@@ -307,11 +309,12 @@ def run(
     rows = [link.buffer(), link.buffer()] if schedule.travels else []
     # On a device, what travels by itself is read and sent from there; the rest goes by the rows.
     rooms = [link.room(each) for each in rows]
-    wide = [link.view(each).reshape(-1, width) for each in rooms]
+    wide = [link.view(each) for each in rooms]
     seen = [link.view(each) for each in memory]
 
     def spots(parcel: Parcel) -> list[tuple[int, int]]:
-        return [(places[n].buffer, places[n].at + parcel.at) for n in parcel.target.numbers]
+        every = (place for n in parcel.target.numbers for place in places[n])
+        return [(place.buffer, place.at + parcel.at) for place in every]
 
     def wanted(parcels: Sequence[Parcel]) -> tuple[list[Request], list[tuple[int, int]]]:
         requests, given = list[Request](), list[tuple[int, int]]()
@@ -338,13 +341,18 @@ def run(
 
     def place(parcel: Parcel) -> Any:
         buffer, at = spots(parcel)[0]
-        return seen[buffer][at : at + parcel.nbytes]
+        return link.part(seen[buffer], at, parcel.nbytes)
 
-    def pieces_of(parcels: Sequence[Parcel], wire: Any) -> Pieces:
+    def in_row(number: int, to: int, at: int, nbytes: int) -> Any:
+        return link.part(wide[number % 2], ranks.index(to) * width + at, nbytes)
+
+    def pieces_of(parcels: Sequence[Parcel], round_number: int) -> Pieces:
         wired = [each for each in parcels if each.wire]
         alone = Counter((p.reader, p.target.rank) for p in wired if p.nbytes >= ALONE)
         most = max(alone.values(), default=0)
-        pieces = Pieces([], [], [_ROW] * len(ranks), [_ROW] * len(ranks), most)
+        front = max((p.wire + p.nbytes for p in wired if p.nbytes < ALONE), default=_ROW)
+        sizes = [_ROW] * len(ranks)
+        pieces = Pieces([], [], sizes, [*sizes], most, max(front, _ROW))
         for parcel in wired:
             given, to = parcel.reader == rank, parcel.target.rank
             if not given and to != rank:
@@ -355,8 +363,8 @@ def run(
                 sizes[number] = max(sizes[number], end)
             elif given:
                 source = parcel.same or parcel
-                row = wire[ranks.index(source.target.rank), source.wire :][: source.nbytes]
-                part = row if source.wire else place(source)
+                where = round_number, source.target.rank, source.wire, source.nbytes
+                part = in_row(*where) if source.wire else place(source)
                 pieces.sent.append((number, parcel.wire, part))
             else:
                 pieces.taken.append((number, parcel.wire, place(parcel)))
@@ -373,7 +381,7 @@ def run(
             if parcel.nbytes < ALONE:
                 row = came[ranks.index(parcel.reader)][parcel.wire :]
                 copies.append((part, row[: parcel.nbytes]))
-            copies += [(seen[buffer][at : at + parcel.nbytes], part) for buffer, at in rest]
+            copies += [(link.part(seen[b], at, parcel.nbytes), part) for b, at in rest]
         link.copy(copies)
         if advance is not None:
             advance(nbytes)
@@ -409,10 +417,10 @@ def run(
             text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
             header = _HEADER.pack(number, len(text)) + text
             wire[:, : len(header)] = memoryview(header)
-            pieces = pieces_of(parcels, wide[number % 2])
+            pieces = pieces_of(parcels, number)
             if failed is not None:  # As many bytes, and none that would come over the text.
                 for n, (to, at, part) in enumerate(pieces.sent):
-                    pieces.sent[n] = to, at, wide[number % 2][to, at : at + len(part)]
+                    pieces.sent[n] = to, at, in_row(number, ranks[to], at, part.nbytes)
             begun = time.perf_counter()
             link.start(wire, pieces)
         taken = before if rows else parcels

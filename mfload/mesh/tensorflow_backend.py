@@ -16,7 +16,9 @@ import tensorflow as tf
 from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingImports]
 
 from mfload import errors
-from mfload.dlpack import View, capsule
+from mfload.cuda.device import Device
+from mfload.cuda.memory import DeviceBuffer
+from mfload.dlpack import View, capsule, data_address
 from mfload.dtypes import TABLE, DType
 from mfload.errors import counted
 from mfload.frameworks import tensorflow_adapter
@@ -25,7 +27,7 @@ from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.mesh import specs
 from mfload.mesh.base import MeshBackend, Share, Transport, Whole
-from mfload.mesh.link import Link
+from mfload.mesh.device_link import DeviceLink
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 
@@ -200,13 +202,14 @@ def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sh
     return given
 
 
-class TensorflowLink(Link):
-    """Swaps rows by one all-to-all between the first CPUs of the clients."""
+class TensorflowLink(DeviceLink):
+    """Swaps rows by one all-to-all between the first CPUs of the clients, or their first GPUs."""
 
     def __init__(self, ranks: tuple[int, ...], width: int, deadline: Deadline) -> None:
         super().__init__(("tensorflow", ranks), deadline)
         self._ranks, self._width = ranks, width
         self._device = f"/job:{dtensor.full_job_name()}/device:CPU:0"
+        self._gpu = self._device.replace("CPU", "GPU")
         here = tensorflow_adapter.make("CPU:0").place
         if len(ranks) > 1 and here != self._device:  # A collective would wait for ever.
             raise errors.UsageError(
@@ -224,10 +227,26 @@ class TensorflowLink(Link):
         if len(self._ranks) == 1:
             return rows.copy()
         order = _order(self._ranks, self._device)
-        if order == sorted(order):
+        if order == sorted(order) and rows.shape[1] == self._width:
             return _swap(self._ranks, self._device, rows)
-        sent = np.take(rows, order, axis=0, out=self.buffer())
+        sent = self.buffer().reshape(-1)[: rows.size].reshape(rows.shape)
+        np.take(rows, order, axis=0, out=sent)
         return _swap(self._ranks, self._device, sent)[np.argsort(order)]
+
+    def moves(self, device: Device) -> bool:
+        """Whether it is TensorFlow's first GPU, under the same number (see `Link`)."""
+        if not super().moves(device) or device.place[1] or len(self._ranks) > 10:
+            return False  # Of more, TensorFlow's order is another (see `_order`).
+        return device in tensorflow_adapter.make("GPU:0").devices
+
+    def swap_there(self, room: DeviceBuffer) -> DeviceBuffer:
+        """One collective on GPUs (see `DeviceLink`)."""
+        shape = len(self._ranks), self._width // 4
+        # Not as int32, of which TensorFlow's kernels for GPUs take copies in host memory.
+        came = _all_to_all(self._ranks, self._gpu, View("rows", TABLE["F32"], shape, room, 0))
+        float(came[0, 0])  # All of it is there when the host has some.
+        address = data_address(tf.experimental.dlpack.to_dlpack(came))
+        return DeviceBuffer(room.device, address, room.nbytes, came, own=False)
 
 
 @functools.lru_cache(maxsize=16)
@@ -243,13 +262,18 @@ def _swap(ranks: tuple[int, ...], device: str, rows: Any) -> Any:
     """One collective, in TensorFlow's order of the processes; it knows no uint8."""
     # Sent from where they lie: copies by TensorFlow took 200 MiB more.
     shape = len(rows), rows.shape[1] // 4
-    given = capsule(View("rows", TABLE["I32"], shape, rows.reshape(-1), 0))
+    view = View("rows", TABLE["I32"], shape, rows.reshape(-1), 0)
+    return np.asarray(memoryview(_all_to_all(ranks, device, view))).view(np.uint8)
+
+
+def _all_to_all(ranks: tuple[int, ...], device: str, view: View) -> Any:
+    kind = device.rpartition("/")[2]
     with tf.device(device):
-        came = tf.raw_ops.CollectiveAllToAllV2(
-            input=tf.experimental.dlpack.from_dlpack(given),
+        return tf.raw_ops.CollectiveAllToAllV2(
+            input=tf.experimental.dlpack.from_dlpack(capsule(view)),
             group_size=len(ranks),
-            group_key=zlib.crc32(f"mfload {ranks}".encode()) >> 1,
-            instance_key=rows.shape[1],  # TensorFlow keeps a shape with each.
+            group_key=zlib.crc32(f"mfload {ranks} {kind}".encode()) >> 1,
+            # TensorFlow keeps a shape and a type with each.
+            instance_key=4 * view.shape[1] + (view.dtype is TABLE["F32"]),
             ordering_token=[],
         )
-        return np.asarray(memoryview(came)).view(np.uint8)

@@ -2,7 +2,8 @@
 
 For processes of one process group, if both sides name it: the seed runs a thread for each reader,
 and with NCCL kernels too, which compete with its work. Each pair has a group of its own, so that a
-load does not get between the collectives of its users. gloo has been run; NCCL has not yet.
+load does not get between the collectives of its users. With NCCL, bytes go from the seed's device
+to the reader's without a host, unless they are wanted there. gloo has been run; NCCL has not yet.
 """
 
 from __future__ import annotations
@@ -13,19 +14,23 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload import errors
+from mfload.cuda.memory import DeviceBuffer
+from mfload.dlpack import View, capsule
+from mfload.dtypes import TABLE
 from mfload.frameworks import private_api
-from mfload.peer.data import Data, take
+from mfload.peer.data import Data, cut, take
 from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
 
 _SLOT = 4 << 20
+_LONGEST = 16 << 20  # Bytes of a message between devices.
 _NAME = re.compile(r"[0-9a-f]{32}")
 _JOINED = datetime.timedelta(seconds=10)  # For both sides to make their group.
 _IDLE = 600.0  # Seconds without a request after which a seed lets go of a reader.
@@ -63,15 +68,30 @@ class _Pair:
         else:
             self._group = private_api.torch_device_group(place, pair, name, _JOINED)
 
-    def send(self, data: Any, seconds: datetime.timedelta) -> None:
-        """Sends a flat uint8 array."""
-        tensor = self._torch.from_numpy(data).to(self._place)
+    def send(self, tensor: Any, seconds: datetime.timedelta) -> None:
+        """Sends a flat tensor of uint8."""
         self._group.send([tensor], self._other, 0).wait(seconds)
 
-    def receive(self, nbytes: int) -> tuple[Any, Any]:
-        """Begins to receive; the tensor, and what is to be waited for."""
-        tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._place)
-        return tensor, self._group.recv([tensor], self._other, 0)
+    def receive(self, tensor: Any) -> Any:
+        """Begins to receive into a tensor; what is to be waited for."""
+        return self._group.recv([tensor], self._other, 0)
+
+    def abandon(self) -> None:
+        """Has NCCL's kernels end, in a thread: until then, CUDA frees no memory."""
+        if self._place != "cpu":
+            threading.Thread(target=self._group.abort, daemon=True).start()
+
+
+def _beside(torch: Any, place: Any) -> Any:
+    """A context in which a device works on a stream beside the user's."""
+    there = getattr(place, "type", "cpu") == "cuda"
+    return torch.cuda.stream(torch.cuda.Stream(place)) if there else nullcontext()
+
+
+def _over(torch: Any, buffer: DeviceBuffer) -> Any:
+    """A tensor of PyTorch's over device memory."""
+    view = View("", TABLE["U8"], (buffer.nbytes,), buffer, 0)
+    return torch.utils.dlpack.from_dlpack(capsule(view))
 
 
 def offer(data: Data, generation: int) -> Offer:
@@ -112,7 +132,7 @@ class _Served:
             work.start()
         elif "offset" in given:
             offset, nbytes = given["offset"], given["nbytes"]
-            fine = {type(offset), type(nbytes)} == {int} and offset >= 0 and 0 < nbytes <= _SLOT
+            fine = {type(offset), type(nbytes)} == {int} and offset >= 0 and 0 < nbytes <= _LONGEST
             if not fine or offset + nbytes > self._data.size:
                 raise ValueError("no such range")
             self._joined[name].put((offset, offset + nbytes))
@@ -121,11 +141,31 @@ class _Served:
         return True
 
     def _serve(self, rank: int, name: str) -> None:
-        with suppress(RuntimeError, queue.Empty):  # The reader is gone, and will see the same.
+        pair = None
+        try:
             pair = _Pair(self._torch, self._place, (self._rank, rank), name)
             while (span := self._joined[name].get(timeout=_IDLE)) is not None:
-                pair.send(np.concatenate([*self._data.parts(*span)]), _JOINED)
+                with _beside(self._torch, self._place):
+                    pair.send(self._tensor(*span), _JOINED)
+        except (RuntimeError, queue.Empty):  # The reader is gone, and will see the same.
+            if pair is not None:
+                pair.abandon()
         self._joined.pop(name, None)
+
+    def _tensor(self, start: int, stop: int) -> Any:
+        """A range of the data, where the group takes tensors."""
+        data, torch, made = self._data, self._torch, list[Any]()
+        if self._place == "cpu":
+            return torch.from_numpy(np.concatenate([*data.parts(start, stop)]))
+        for n, low, high in cut(data.starts, data.size, start, stop):
+            memory = data.arrays[n]
+            if getattr(memory, "number", None) == self._place.index:
+                at = memory.address + low
+                part = DeviceBuffer(memory.device, at, high - low, memory, own=False)
+                made.append(_over(torch, part))
+            else:
+                made.append(torch.from_numpy(memory[low:high].copy()).to(self._place))
+        return made[0] if len(made) == 1 else torch.cat(made)
 
     def close(self) -> None:
         """Lets all go; readers find that the generation has ended."""
@@ -156,17 +196,18 @@ def connect(given: Any, remote: Remote) -> CollectiveWay | str:
         pair = _Pair(torch, place, (rank, theirs), name)
     except RuntimeError as error:
         return str(error).partition("\n")[0]
-    return CollectiveWay(pair, name, backend, remote)
+    return CollectiveWay(torch, pair, place, name, remote)
 
 
 class CollectiveWay:
     """Receives from one seed, a message after the other (see `Way`)."""
 
-    costs = Costs(block=_SLOT, concurrency=1)
-
-    def __init__(self, pair: _Pair, name: str, backend: str, remote: Remote) -> None:
-        self._pair, self._name, self._remote = pair, name, remote
+    def __init__(self, torch: Any, pair: _Pair, place: Any, name: str, remote: Remote) -> None:
+        self._torch, self._pair, self._place = torch, pair, place
+        self._name, self._remote = name, remote
         self.check = remote.check
+        backend = "gloo" if place == "cpu" else "nccl"
+        self.costs = Costs(block=_SLOT if place == "cpu" else _LONGEST, concurrency=1)
         self.why = f"torch.distributed ({backend}): the seed is disturbed, since it has to send"
         self._stalled = datetime.timedelta(seconds=remote.stalled)
         self._lock = threading.Lock()
@@ -178,7 +219,9 @@ class CollectiveWay:
         with self._lock:
             for at in range(0, size, _SLOT):
                 count = min(_SLOT, size - at)
-                slot, done = self._receive(offset + at, count), 0
+                tensor = self._torch.empty(count, dtype=self._torch.uint8, device=self._place)
+                self._receive(tensor, offset + at)
+                slot, done = tensor.cpu().numpy(), 0
                 for part in take(vector, at, at + count):
                     part[:] = slot[done : done + part.nbytes].data
                     done += part.nbytes
@@ -191,18 +234,41 @@ class CollectiveWay:
             with suppress(errors.MfloadError):
                 self._remote.ask("collective", {"name": name})
 
-    def _receive(self, offset: int, count: int) -> Any:
-        with self._blamed():
-            tensor, work = self._pair.receive(count)
+    def lands(self, devices: Sequence[Any]) -> str:
+        """Whether the group is of these devices (see `Way`)."""
+        if self._place == "cpu":
+            return "gloo moves host memory"
+        others = [each.name for each in devices if each.place[1] != self._place.index]
+        return f"the group is of {self._place}, not of {others[0]}" if others else ""
+
+    def on_devices(self, offset: int, nbytes: int) -> bool:
+        """The seed puts on its device what does not lie there (see `Way`)."""
+        return True
+
+    def onto(self, device: Any) -> CollectiveDeviceReader:
+        """What receives into memory of the device (see `Way`)."""
+        del device  # It is the group's.
+        return CollectiveDeviceReader(self.receive)
+
+    def receive(self, buffer: DeviceBuffer, offset: int, nbytes: int) -> None:
+        """Fills the first bytes of a buffer on the device."""
+        with self._lock:
+            whole = _over(self._torch, buffer)
+            for at in range(0, nbytes, _LONGEST):
+                self._receive(whole[at : min(at + _LONGEST, nbytes)], offset + at)
+
+    def _receive(self, tensor: Any, offset: int) -> None:
+        with self._blamed(), _beside(self._torch, self._place):
+            work = self._pair.receive(tensor)
             try:
-                asked = {"name": self._name, "offset": offset, "nbytes": count}
+                asked = {"name": self._name, "offset": offset, "nbytes": len(tensor)}
                 self._remote.ask("collective", asked)
                 work.wait(self._stalled)
             except BaseException:
                 _kept.append((tensor, work, self._pair))
                 self._broken = "a message did not come"
+                self._pair.abandon()
                 raise
-            return tensor.cpu().numpy()
 
     @contextmanager
     def _blamed(self) -> Generator[None]:
@@ -216,3 +282,12 @@ class CollectiveWay:
         except RuntimeError as error:
             found = str(error).partition("\n")[0]
             raise errors.ReadError("the seed stalls", file=name, found=found) from error
+
+
+class CollectiveDeviceReader(NamedTuple):
+    """Receives into memory of the group's device (see `DeviceReader`)."""
+
+    read: Callable[[DeviceBuffer, int, int], None]
+
+    def close(self) -> None:
+        """Nothing is held."""

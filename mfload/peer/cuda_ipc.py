@@ -1,13 +1,27 @@
-"""Transport "cuda_ipc": a reader on the same machine copies out of a seed's device memory.
+"""Transport "cuda_ipc": a reader on the same machine opens a seed's device memory.
 
 A seed that offers it leaves arrays on their CUDA devices, and makes no copy of them; its other
-transports copy ranges to the host as they are asked for. Bytes land in the reader's host memory and
-go on from there. Run on a stub of CuPy; not yet run on a GPU.
+transports copy ranges to the host as they are asked for. A reader on the same device has arrays
+over that memory, one on another device copies from device to device, and what is for the host is
+copied there.
+
+Handles go over a Unix socket to processes of the same user. The connection is a lease: the seed
+keeps the memory, also of weights that were replaced, until the reader closes it or ends.
+Run on a stub of CuPy; not yet run on a GPU.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
+import json
+import logging
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
@@ -18,6 +32,8 @@ from mfload import dlpack, errors
 from mfload.cuda import discovery
 from mfload.cuda.device import CUDA
 from mfload.cuda.memory import DeviceBuffer
+from mfload.formats import strict_json
+from mfload.peer import forks, memfd
 from mfload.peer.data import Data, cut, flat, take
 from mfload.peer.http import HttpWay
 from mfload.peer.planner import here
@@ -25,6 +41,10 @@ from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
 
 _HANDLE = 64  # Bytes of a handle.
+_LENGTH = struct.Struct("<Q")
+_MOST = 64 << 20  # Bytes of all handles.
+_WAIT, _PAUSE = 5.0, 0.05  # Seconds that a reader has to take them; between tries to accept one.
+_log = logging.getLogger("mfload.peer")
 _REFUSED = (errors.MfloadError, RuntimeError, TypeError, ValueError, BufferError)
 
 
@@ -76,38 +96,161 @@ def _allocation(device: Any, address: int) -> tuple[int, int]:
 
 
 def offer(data: Data, generation: int) -> Offer | None:
-    """Handles of the arrays on devices; those on the host are read over HTTP.
+    """Leases of the arrays on devices; those on the host are read over HTTP.
 
     Raises UsageError if CUDA can't share the memory.
     """
     del generation
     rows: list[list[Any]] = []
+    handles: dict[tuple[str, int], str] = {}
     try:
         for each in data.arrays:
-            if isinstance(each, DeviceMemory):
-                base, _ = _allocation(each.device, each.address)
-                handle = each.device.ask("ipcGetMemHandle", base).hex()
-                rows.append([each.size, each.device.pci, handle, each.address - base])
-            else:
+            if not isinstance(each, DeviceMemory):
                 rows.append([each.size])
+                continue
+            base, _ = _allocation(each.device, each.address)
+            key = each.device.pci, base
+            if key not in handles:
+                handles[key] = each.device.ask("ipcGetMemHandle", base).hex()
+            rows.append([each.size, each.device.pci, handles[key], each.address - base])
     except errors.DeviceError as error:
         what = "CUDA can't share the memory: that of its pools, or of expandable segments"
         raise errors.UsageError(what, expected="cudaMalloc", found=str(error)) from error
-    return Offer({"host": here(), "arrays": rows}) if any(row[1:] for row in rows) else None
+    if not handles or not hasattr(socket, "SO_PEERCRED"):
+        return None
+    lender = _Lender(data, json.dumps(rows).encode())
+    return Offer({"host": here(), "socket": lender.name}, lender.close)
+
+
+_lenders: weakref.WeakSet[_Lender] = weakref.WeakSet()
+
+
+def leases() -> int:
+    """How many readers have memory of this process open."""
+    return sum(each.leases for each in list(_lenders))
+
+
+class _Lender:
+    """Hands out the handles of one generation, and keeps its memory while readers have it open.
+
+    Attributes:
+        leases: How many readers there are.
+    """
+
+    def __init__(self, data: Data, rows: bytes) -> None:
+        self._data: Data | None = data
+        self._rows = _LENGTH.pack(len(rows)) + rows
+        self.name, self._listener = memfd.listening()
+        # Not epoll: a fork that closes its own copies would take them out of the parent's.
+        self._selector = selectors.PollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self.leases, self._closed = 0, False
+        _lenders.add(self)
+        forks.forget_in_forks(self)
+        threading.Thread(target=self._run, name="mfload-leases", daemon=True).start()
+
+    def _run(self) -> None:
+        while self._selector.get_map():
+            for key, _ in self._selector.select():
+                each: Any = key.fileobj
+                if each is self._listener and not self._closed:
+                    self._lend()
+                    continue
+                self._selector.unregister(each)  # Readers say nothing: it is the end.
+                each.close()
+                self.leases -= each is not self._listener
+        self._data = None
+
+    def _lend(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:
+            if not self._closed:
+                time.sleep(_PAUSE)  # No descriptors are left.
+            return
+        try:
+            connection.settimeout(_WAIT)
+            if memfd.trusted(connection):
+                connection.sendall(self._rows)
+                self._selector.register(connection, selectors.EVENT_READ)
+                self.leases += 1
+                return
+        except OSError:
+            pass
+        connection.close()
+
+    def close(self) -> None:
+        """Lends to no more readers; those that are there keep what they have."""
+        self._closed = True
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+
+    def forget(self) -> None:
+        """Closes the descriptors of a fork."""
+        for key in list((self._selector.get_map() or {}).values()):
+            fork: Any = key.fileobj
+            fork.close()
+
+
+class _Lease:
+    """A reader's connection to a lender; the memory stays as long as it is open."""
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self._connection, self._ended = connection, threading.Event()
+        forks.forget_in_forks(self)
+        watched = connection, self._ended, name
+        threading.Thread(target=_watch, args=watched, name="mfload-lease", daemon=True).start()
+
+    def forget(self) -> None:
+        """Closes the descriptor of a fork."""
+        self._ended.set()
+        self._connection.close()
+
+    def __del__(self) -> None:
+        try:
+            self._ended.set()
+            self._connection.shutdown(socket.SHUT_RDWR)
+        except Exception:  # noqa: BLE001 - closed, or modules are gone at the end.
+            pass
+
+
+def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None:
+    with connection, suppress(OSError):
+        connection.recv(1)
+    if not ended.is_set():
+        text = "%s is gone: CUDA does not promise that arrays in its memory stay; load them anew"
+        _log.warning(text, name)
 
 
 def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
-    """Opens the handles, if their devices are seen here."""
+    """Takes a lease and opens the handles, if their devices are seen here."""
+    what = "the seed's manifest is malformed: what it says of its devices"
+    name = given.get("socket") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not memfd.is_socket(name):
+        raise errors.HeaderError(what, file=remote.name)
+    if given.get("host") != here():
+        return "the seed runs on another machine"
+    if not hasattr(socket, "SO_PEERCRED"):
+        return "the system does not tell whose process a seed is"
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        host, rows = given["host"], [_Row(*row) for row in given["arrays"]]
+        connection.settimeout(remote.stalled)
+        connection.connect(f"\0{name}")
+        if not memfd.trusted(connection):
+            raise PermissionError("the process there is another user's")
+        told = _received(connection)
+        connection.settimeout(None)
+    except OSError as error:
+        connection.close()
+        return f"the seed's socket can't be reached, or hands nothing out: {error}"
+    lease = _Lease(connection, remote.name)
+    try:
+        rows = [_Row(*row) for row in strict_json.loads(told, remote.name)]
         if sum(row.nbytes for row in rows) != remote.manifest.size:
             raise ValueError("another size")
-    except (KeyError, TypeError, ValueError):
-        what = "the seed's manifest is malformed: what it says of its devices"
+    except (errors.FormatError, TypeError, ValueError):
         raise errors.HeaderError(what, file=remote.name) from None
-    if host != here():
-        return "the seed runs on another machine"
-    way = CudaIpcWay(rows, remote)
+    way = CudaIpcWay(rows, remote, lease)
     try:
         way.open()
     except (errors.DeviceError, errors.FrameworkMissingError) as error:
@@ -117,6 +260,16 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
         way.close()
         raise
     return way
+
+
+def _received(connection: socket.socket) -> bytes:
+    """What a lender sends."""
+    with connection.makefile("rb") as file:
+        (length,) = _LENGTH.unpack(file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff"))
+        told = file.read(length) if length <= _MOST else b""
+    if not told or len(told) != length:
+        raise ConnectionError("it closed")
+    return told
 
 
 class _Row:
@@ -129,39 +282,70 @@ class _Row:
             raise ValueError("no such array")
 
 
+class _Opened:
+    """An allocation of the seed, closed with its last user; it keeps the lease."""
+
+    def __init__(self, device: Any, handle: bytes, lease: Any) -> None:
+        self.address = 0
+        self.device, self._lease = device, lease
+        # To free memory waits for all work on the device, as closing a handle does not.
+        self._last = device.allocate(0)
+        self.address = device.ask("ipcOpenMemHandle", handle)
+        self.size = _allocation(device, self.address)[1]
+
+    def __del__(self) -> None:
+        if self.address:
+            try:
+                self._last = None
+                self.device.ask("ipcCloseMemHandle", self.address)
+            except Exception:  # noqa: BLE001 - CUDA or modules are gone at the end.
+                pass
+
+
 class CudaIpcWay:
-    """Copies out of device memory of one seed (see `Way`)."""
+    """Reads device memory of one seed (see `Way`)."""
 
     costs = Costs(concurrency=2)
-    why = "CUDA IPC: copied out of the seed's device memory, the seed does nothing"
+    why = "CUDA IPC: out of the seed's device memory, the seed does nothing"
 
-    def __init__(self, rows: Sequence[_Row], remote: Remote) -> None:
+    def __init__(self, rows: Sequence[_Row], remote: Remote, lease: Any = None) -> None:
         self._rows, self._remote, self._http = rows, remote, HttpWay(remote)
         self.check = remote.check
+        self._lease = lease
         self._starts = np.cumsum([0, *(row.nbytes for row in rows)])[:-1].tolist()
-        self._opened: dict[tuple[str, bytes], tuple[Any, int, int]] = {}
         self._arrays: list[DeviceBuffer | None] = []
 
     def open(self) -> None:
         """Opens each allocation once; raises DeviceError or FrameworkMissingError."""
+        opened: dict[tuple[str, bytes], _Opened] = {}
         for row in self._rows:
             if not row.pci:
                 self._arrays.append(None)
                 continue
             key = row.pci, row.handle
-            if key not in self._opened:
+            if key not in opened:
                 device: Any = discovery.find(discovery.numbered(row.pci))
-                base = device.ask("ipcOpenMemHandle", row.handle)
-                self._opened[key] = device, base, 0
-                self._opened[key] = device, base, _allocation(device, base)[1]
-            device, base, size = self._opened[key]
-            if row.at + row.nbytes > size:
-                what, expected = "an array of the seed ends beyond its memory", errors.amount(size)
+                opened[key] = _Opened(device, row.handle, self._lease)
+            there = opened[key]
+            if row.at + row.nbytes > there.size:
+                what, expected = "an array of the seed ends beyond its memory", there.size
                 found = f"bytes {row.at} to {row.at + row.nbytes}"
                 raise errors.HeaderError(
-                    what, file=self._remote.name, expected=expected, found=found
+                    what, file=self._remote.name, expected=errors.amount(expected), found=found
                 )
-            self._arrays.append(DeviceBuffer(device, base + row.at, row.nbytes, None, own=False))
+            at = there.address + row.at
+            self._arrays.append(DeviceBuffer(there.device, at, row.nbytes, there, own=False))
+
+    def lying(self, offset: int, nbytes: int) -> DeviceBuffer | None:
+        """The memory of a range, if it is part of one array that lies on a device."""
+        n = bisect.bisect_right(self._starts, offset) - 1
+        there, ahead = self._arrays[n], offset - self._starts[n]
+        if there is None or ahead + nbytes > there.nbytes:
+            return None
+        if nbytes == there.nbytes:
+            return there
+        at = there.address + ahead
+        return DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
 
     def read(self, vector: Sequence[Any], offset: int) -> None:
         """Fills buffers (see `Way`)."""
@@ -190,10 +374,7 @@ class CudaIpcWay:
             raise errors.ReadError(what, file=self._remote.name, found=str(error)) from error
 
     def close(self) -> None:
-        """Closes the handles."""
+        """Lets go of the memory; arrays over it keep it, with the lease."""
         self._arrays.clear()
-        while self._opened:
-            _, (device, base, _) = self._opened.popitem()
-            with suppress(errors.DeviceError):
-                device.ask("ipcCloseMemHandle", base)
+        self._lease = None
         self._http.close()

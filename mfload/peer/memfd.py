@@ -34,14 +34,31 @@ def offer(data: Data, generation: int) -> Offer | None:
     del generation
     if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
         return None
-    name = f"mfload-{secrets.token_hex(16)}"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(f"\0{name}")
-    listener.listen(socket.SOMAXCONN)  # Beyond, readers are refused at once.
+    name, listener = listening()
     giver = _Giver(data, listener)
     giver.start()
     forks.forget_in_forks(giver)
     return Offer({"socket": name}, giver.close)
+
+
+def listening() -> tuple[str, socket.socket]:
+    """The name of a Unix socket without one in the file system, and what listens there."""
+    name = f"mfload-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(f"\0{name}")
+    listener.listen(socket.SOMAXCONN)  # Beyond, readers are refused at once.
+    return name, listener
+
+
+def trusted(connection: socket.socket) -> bool:
+    """Whether the process at the other end is of the same user, or of root."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
+
+
+def is_socket(name: Any) -> bool:
+    """Whether a seed's manifest names such a socket."""
+    return isinstance(name, str) and name.startswith("mfload-") and len(name) <= 80
 
 
 class _Giver:
@@ -65,10 +82,7 @@ class _Giver:
                 continue
             with self._connection as connection, suppress(OSError, errors.MfloadError):
                 connection.settimeout(_WAIT)
-                size = _CREDENTIALS.size
-                raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-                _, user, _ = _CREDENTIALS.unpack(raw)
-                if user in (os.geteuid(), 0):
+                if trusted(connection):
                     with self._lock:
                         if self._closed:
                             return
@@ -121,7 +135,7 @@ class _Giver:
 def connect(given: Any, remote: Remote) -> MemfdWay | str:
     """Takes the copy from the seed; what it sends must have the size of the data."""
     name = given.get("socket") if isinstance(given, dict) else None
-    if not isinstance(name, str) or not name.startswith("mfload-") or len(name) > 80:
+    if not is_socket(name):
         what = "the seed's manifest is malformed: what it says of its socket"
         raise errors.HeaderError(what, file=remote.name)
     if not hasattr(socket, "recv_fds"):

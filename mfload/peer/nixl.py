@@ -3,7 +3,8 @@
 On one machine through shared memory or the kernel's copies, between machines by RDMA: UCX takes
 what is there, but never TCP, which would let whoever has a seed's metadata read and write the whole
 process. With RDMA, who has them reads and writes the registered memory: so a seed must ask for it.
-Host memory on one machine has been run; RDMA, NVLink and device memory have not yet.
+What lies on devices of the seed gets to devices of the reader without the host. Host memory on one
+machine has been run; device memory on a stub of NIXL alone; RDMA and NVLink have not yet.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import secrets
 import threading
 import time
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ PUMPED = 2.0
 
 _ASKED = 0.5  # Seconds after which a reader asks again.
 _PAUSE = 1e-3
+_SOON = 2e-5  # The first of a reader's pauses; each is twice as long as the one before.
 _SLOT = 4 << 20
 _kept: list[Any] = []  # What NIXL may still write to, until the process ends.
 
@@ -111,7 +113,12 @@ class _Served:
         rows: dict[str, list[Any]] = {}
         for span, number in zip(spans, devices, strict=True):
             rows.setdefault(_kind(number), []).append((*span, max(number, 0), ""))
-        with _typed():
+        with _typed(), ExitStack() as stack:
+            there = {
+                n: memory.device for n, memory in zip(devices, data.arrays, strict=True) if n >= 0
+            }
+            for device in there.values():
+                stack.enter_context(device.current())
             self._rows = [self._agent.register_memory(some, kind) for kind, some in rows.items()]
             told = self._agent.get_agent_metadata()
         self.given = {
@@ -189,6 +196,8 @@ class NixlWay:
         self._agent, self._peer, self._spans, self._remote = agent, peer, spans, remote
         self.check = remote.check
         self._devices = devices
+        if max(devices, default=-1) >= 0:
+            self.costs = Costs(concurrency=4)
         self._lock = threading.Lock()
         self._free: list[Any] = []
         self._asked, self._broken = -_ASKED, ""
@@ -200,7 +209,7 @@ class NixlWay:
             count = min(_SLOT, size - at)
             slot = self._slot()
             try:
-                self._pull(slot, offset + at, count)
+                self.pull((slot.ctypes.data, "DRAM", 0), offset + at, count)
             except BaseException as error:
                 _kept.append(slot)
                 if isinstance(error, errors.ReadError) and not self.check():
@@ -223,41 +232,68 @@ class NixlWay:
                 with suppress(RuntimeError), _typed():
                     agent.remove_remote_agent(self._peer)
 
+    def lands(self, devices: Sequence[Any]) -> str:
+        """Whether the seed holds something on devices (see `Way`)."""
+        del devices
+        return "" if max(self._devices, default=-1) >= 0 else "the seed holds its arrays there"
+
+    def on_devices(self, offset: int, nbytes: int) -> bool:
+        """Whether the seed has a range on devices (see `Way`)."""
+        spans = self._spans.within(offset, offset + nbytes)
+        return all(self._devices[n] >= 0 for n, _, _ in spans)
+
+    def onto(self, device: Any) -> NixlDeviceReader:
+        """What pulls into memory of a device (see `Way`)."""
+        return NixlDeviceReader(self, device)
+
+    def register(self, address: int, nbytes: int, kind: str, device: int) -> Any:
+        """Tells NIXL of memory that is pulled into."""
+        with self._lock, self._blamed() as agent:
+            return agent.register_memory([(address, nbytes, device, "")], kind)
+
+    def deregister(self, rows: Any) -> None:
+        """Ends that."""
+        with self._lock, suppress(RuntimeError), _typed():
+            if self._agent is not None:
+                self._agent.deregister_memory(rows)
+
     def _slot(self) -> Any:
         with suppress(IndexError):
             return self._free.pop()
         made = np.empty(_SLOT, np.uint8)
-        with self._lock, self._blamed() as agent:
-            agent.register_memory([(made.ctypes.data, _SLOT, 0, "")], "DRAM")
+        self.register(made.ctypes.data, _SLOT, "DRAM", 0)
         return made
 
-    def _pull(self, slot: Any, offset: int, count: int) -> None:
-        """Fills a slot, by a transfer for each kind of memory."""
+    def pull(self, into: tuple[int, str, int], offset: int, count: int) -> None:
+        """Fills memory at (address, kind, device), by a transfer for each kind that it is from."""
         kinds: dict[str, tuple[list[Any], list[Any]]] = {}
-        at = slot.ctypes.data
+        at, kind_here, device_here = into
         for n, address, nbytes in self._spans.within(offset, offset + count):
             device = self._devices[n]
             mine, theirs = kinds.setdefault(_kind(device), ([], []))
-            mine.append((at, nbytes, 0))
+            mine.append((at, nbytes, device_here))
             theirs.append((address, nbytes, max(device, 0)))
             at += nbytes
         for kind, (mine, theirs) in kinds.items():
             self._ask()
-            self._transfer(mine, theirs, kind)
+            self._transfer(mine, kind_here, theirs, kind)
 
-    def _transfer(self, mine: Sequence[Any], theirs: Sequence[Any], kind: str) -> None:
+    def _transfer(
+        self, mine: Sequence[Any], kind_here: str, theirs: Sequence[Any], kind: str
+    ) -> None:
         with self._lock, self._blamed() as agent:
-            targets = agent.get_xfer_descs(mine, "DRAM")
+            targets = agent.get_xfer_descs(mine, kind_here)
             stored = agent.get_xfer_descs(theirs, kind)
             handle = agent.initialize_xfer("READ", targets, stored, self._peer)
             state = agent.transfer(handle)
-        until = time.monotonic() + self._remote.stalled
+        until, pause = time.monotonic() + self._remote.stalled, _SOON
         try:
             while state == "PROC":
                 if time.monotonic() > until:
                     what, found = "the seed stalls", f"nothing for {self._remote.stalled:g} s"
                     raise errors.ReadError(what, file=self._remote.name, found=found)
-                time.sleep(_PAUSE)
+                time.sleep(pause)
+                pause = min(2 * pause, _PAUSE)
                 self._ask()
                 with self._lock, self._blamed() as agent:
                     state = agent.check_xfer_state(handle)
@@ -292,3 +328,32 @@ class NixlWay:
             if "Disconnect" in self._broken:
                 what = "the seed's process is gone"
             raise errors.ReadError(what, file=self._remote.name, found=self._broken) from error
+
+
+class NixlDeviceReader:
+    """Pulls into memory of one device (see `DeviceReader`), which is registered at first sight."""
+
+    def __init__(self, way: NixlWay, device: Any) -> None:
+        self._way, self._device = way, device
+        self._slots: dict[int, tuple[Any, Any]] = {}
+
+    def read(self, buffer: Any, offset: int, nbytes: int) -> None:
+        """Fills the first bytes of a buffer; kept for good if that fails, as NIXL may go on."""
+        address, number = buffer.address, self._device.place[1]
+        with self._device.current():
+            if address not in self._slots:
+                rows = self._way.register(address, buffer.nbytes, "VRAM", number)
+                self._slots[address] = buffer, rows
+            try:
+                self._way.pull((address, "VRAM", number), offset, nbytes)
+            except BaseException:
+                _kept.append(self._slots.pop(address))
+                raise
+
+    def close(self) -> None:
+        """Ends the registrations, and then lets go of the buffers."""
+        while self._slots:
+            _, (buffer, rows) = self._slots.popitem()
+            with self._device.current():
+                self._way.deregister(rows)
+            del buffer

@@ -159,7 +159,7 @@ class Seed:
         The arguments are those of `mfload.publish`; names and shapes may change. What was held
         before is let go of.
         """
-        devices = "cuda_ipc" in self._transports
+        devices = not {*ways.ON_DEVICES}.isdisjoint(self._transports)
         made = _version(arrays, self._metadata, self._checksums, devices)
         with self._lock:
             if self._closed:
@@ -347,7 +347,7 @@ def publish(
             the newest.
         checksums: Whether checksums are made, at the speed of memory.
         transports: Names of what is offered to readers, such as "http" and "nixl". With
-            "cuda_ipc", arrays on CUDA devices stay there.
+            "cuda_ipc", "nixl" or "collective", arrays on CUDA devices stay there.
         metadata: Free-form strings, which readers find in the index.
 
     Returns:
@@ -376,7 +376,7 @@ def publish(
     transports = (transports,) if isinstance(transports, str) else transports
     token = None if token_file is None else read_token(token_file)
     tls = Tls.of(cert_file, key_file, ca_file)
-    version = _version(arrays, own, checksums, "cuda_ipc" in transports)
+    version = _version(arrays, own, checksums, not {*ways.ON_DEVICES}.isdisjoint(transports))
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
     given |= {"part": part, "generation": generation, "metadata": own}
     seed = Seed(version, model, revision, address, transports=transports, **given)

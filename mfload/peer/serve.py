@@ -6,55 +6,103 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable, Generator
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
+from mfload import errors
+from mfload.dlpack import View
 from mfload.errors import counted
 from mfload.formats import checkpoint
-from mfload.frameworks import numpy_adapter
+from mfload.frameworks import base, numpy_adapter
+from mfload.index import TensorInfo
 from mfload.load_options import started
 from mfload.loading.session import Loader
 from mfload.loading.stream import Unwrapped
+from mfload.mesh import specs
 from mfload.options import Options
 from mfload.peer.fragments import Held
 from mfload.peer.seed import Seed
-from mfload.planning import request as requesting
+from mfload.planning import request as requesting, slicing
 from mfload.progress import Progress, shown
 
 _FIRST, _PERIOD = 0.5, 5.0  # Seconds until it is first looked whether someone reads, and then.
+_PAUSE = 0.1  # Until it is looked again whether readers still have memory open.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stored(
-    path: Any, options: Options | None = None, progress: Progress = False
+    path: Any,
+    options: Options | None = None,
+    progress: Progress = False,
+    devices: Sequence[str] = (),
 ) -> tuple[list[Held], dict[str, str]]:
-    """The tensors of a checkpoint in host memory, of any dtype that it has, and its strings.
+    """The tensors of a checkpoint, of any dtype that it has, and its strings.
+
+    They are in host memory, or on CUDA devices: with several, each has a chunk of the first dim of
+    every tensor, as torch.chunk cuts it. What the host has to put together stays there.
 
     Raises as `mfload.load` does.
     """
     how = started(options)
+    there = [_device(each) for each in devices]
     index, sources = checkpoint.read(path, how)
-    adapter: Any = Unwrapped(numpy_adapter.make(None))
-    requests = requesting.whole(index.columns)
+    found: list[Held] = []
     with shown(progress, sum(each.nbytes for each in index.columns)) as advance:
-        views = Loader(index, sources, adapter, how).load(requests, advance=advance)
-    found = [
-        Held(
-            view.name,
-            info.dtype,
-            info.shape,
-            tuple((0, length) for length in info.shape),
-            view.memory[view.at : view.at + info.nbytes],
-        )
-        for info, view in zip(index.columns, views, strict=True)
-    ]
+        for n in range(max(1, len(there))):
+            adapter: Any = numpy_adapter.make(None)
+            adapter.devices = there[n : n + 1]
+            requests = requesting.whole(index.columns)
+            if len(there) > 1:
+                requests = [each for row in index.columns for each in _rows(row, n, len(there))]
+            loader = Loader(index, sources, Unwrapped(adapter), how)  # pyright: ignore
+            views = loader.load(requests, advance=advance)
+            found += map(_held, requests, views)
     return found, dict(index.metadata or {})
 
 
+def _device(name: str) -> Any:
+    from mfload.cuda import discovery
+
+    kind, number = base.split_device(name)
+    if kind not in ("cuda", "gpu"):
+        raise errors.DeviceError("weights are served from a GPU", expected="cuda:0", found=name)
+    return discovery.find(number)
+
+
+def _rows(info: TensorInfo, number: int, count: int) -> Iterator[requesting.Request]:
+    """What one of so many devices holds of a tensor."""
+    length = next(iter(info.shape), 0)
+    if info.nbytes and length and (len(info.shape) > 1 or info.dtype.elements == 1):
+        low, high = specs.chunk(length, count, number)
+        if low < high:
+            yield requesting.Request(info, info.dtype, slicing.select(info, slice(low, high)))
+    elif not number:
+        yield requesting.Request(info, info.dtype)
+
+
+def _held(request: requesting.Request, view: View) -> Held:
+    info, memory, nbytes = request.info, view.memory, request.nbytes
+    if isinstance(memory, np.ndarray):
+        memory = memory[view.at : view.at + nbytes]
+    else:
+        from mfload.peer.cuda_ipc import DeviceMemory
+
+        memory = DeviceMemory(memory.device, memory.address + view.at, nbytes, memory)
+    return Held(view.name, info.dtype, info.shape, requesting.box_of(request), memory)
+
+
 @contextlib.contextmanager
-def told(seed: Seed, say: Callable[[str], object]) -> Generator[None]:
-    """A context that says how often a seed is read, and closes it in the end."""
+def told(
+    seed: Seed, say: Callable[[str], object], leases: Callable[[], int] = int
+) -> Generator[None]:
+    """A context that says how often a seed is read, and closes it in the end.
+
+    It waits for those that then still have its memory open, as many as `leases` says.
+    """
     ended = threading.Event()
 
     def tell() -> None:
@@ -74,6 +122,10 @@ def told(seed: Seed, say: Callable[[str], object]) -> Generator[None]:
             ended.set()
             teller.join()
             say(f"read {counted(seed.reads, 'time')} in all")
+    if left := leases():
+        say(f"waits for {counted(left, 'reader')}, whose arrays lie here; Ctrl-C ends it now")
+    while leases():
+        time.sleep(_PAUSE)
 
 
 def run(server: AbstractContextManager[object], started: Callable[[], None]) -> None:

@@ -118,6 +118,12 @@ class PeerSource:
         forks.forget_in_forks(self)
 
     @property
+    def lying(self) -> Any:
+        """What gives device memory (see `loading.near`); raises AttributeError if nothing does."""
+        way: Any = self.way
+        return way.lying
+
+    @property
     def compares(self) -> bool:
         """Whether bytes are compared with checksums as they are read, so that reading verifies."""
         return self.new is not None
@@ -172,6 +178,41 @@ class PeerSource:
         except (OSError, errors.MfloadError):
             self.on_failure(self.identity.incarnation)
             raise
+
+    @contextmanager
+    def reading(self) -> Generator[None]:
+        """A context of reads of the way: those that fail since the weights changed say so."""
+        with self.blamed():
+            try:
+                yield
+            except errors.SourceChangedError:
+                raise
+            except OSError as error:
+                # Some ways end with the weights, and break off before the seed can tell why. One
+                # that stalls was waited for already.
+                if not isinstance(error.__cause__, TimeoutError):
+                    self.check_after(error)
+                raise
+
+    def past_host(self, devices: Sequence[Any]) -> str | None:
+        """Why nothing gets to these devices without the host, "" if it does.
+
+        None if the transport reaches no devices of the seed.
+        """
+        lands = getattr(self.way, "lands", None)
+        if lands is None:
+            return None
+        if self.new is not None:
+            return "checksums are compared there, unless PeerOptions(checksums=False)"
+        return lands(devices)
+
+    def on_devices(self, offset: int, nbytes: int) -> bool:
+        """Whether a range lies where it can get to a device without the host."""
+        return self.way.on_devices(offset, nbytes)  # pyright: ignore - of one that `lands`
+
+    def onto(self, device: Any) -> PeerDeviceReader:
+        """What lands blocks on a device without the host (see `past_host.Reader`)."""
+        return PeerDeviceReader(self, device)
 
     def beside(self, name: str) -> PeerSource:
         """Raises UsageError: nothing lies beside a seed."""
@@ -236,17 +277,8 @@ class PeerHandle(ClosedAtEnd):
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector (see `Handle`)."""
-        with self._source.blamed():
-            try:
-                return self._read(vector, offset, least)
-            except errors.SourceChangedError:
-                raise
-            except OSError as error:
-                # Some ways end with the weights, and break off before the seed can tell why. One
-                # that stalls was waited for already.
-                if not isinstance(error.__cause__, TimeoutError):
-                    self._source.check_after(error)
-                raise
+        with self._source.reading():
+            return self._read(vector, offset, least)
 
     def _read(self, vector: list[Any], offset: int, least: int | None) -> int:
         source, wanted = self._source, sum(each.nbytes for each in vector)
@@ -301,3 +333,21 @@ class PeerHandle(ClosedAtEnd):
         for part in take(vector, low - offset, high - offset):
             part[:] = self._kept[at : at + part.nbytes]
             at += part.nbytes
+
+
+class PeerDeviceReader:
+    """Lands blocks of a seed on a device (see `past_host.Reader`)."""
+
+    def __init__(self, source: PeerSource, device: Any) -> None:
+        self._source = source
+        self._reader = source.way.onto(device)  # pyright: ignore - of one that `lands`
+
+    def land(self, block: Any, slot: Any) -> int:
+        """Reads a block into the first bytes of a slot."""
+        with self._source.reading():
+            self._reader.read(slot, block.offset, block.nbytes)
+        return 0
+
+    def close(self) -> None:
+        """Lets go of the slots."""
+        self._reader.close()

@@ -14,6 +14,7 @@ from mfload import errors
 from mfload.sources.base import Costs
 
 if TYPE_CHECKING:
+    from mfload.cuda.memory import DeviceBuffer
     from mfload.peer.client import Client
     from mfload.peer.data import Data
     from mfload.peer.manifest import Manifest
@@ -24,6 +25,9 @@ TRANSPORTS = {name: f"mfload.peer.{name}" for name in _NAMES}
 
 DEFAULT = ("memory", "memfd", "http")
 """Those that need no consent, best first: they open nothing, and disturb nothing."""
+
+ON_DEVICES = ("cuda_ipc", "nixl", "collective")
+"""Those that read arrays on CUDA devices: a seed that offers one leaves them there."""
 
 GROUP = "mfload.transports"
 
@@ -70,6 +74,10 @@ class Remote(NamedTuple):
 class Way(Protocol):
     """Reads the data of a seed, for several threads at once.
 
+    One that reaches the seed's devices also has `lands(devices)`: why nothing of them gets to these
+    devices of the reader without the host, "" if it does; `on_devices(offset, nbytes)`: whether all
+    of a range can; and `onto(device)`: a `DeviceReader`.
+
     Attributes:
         costs: What a read costs.
         why: For the report's route: what speaks for it, and what it does to the seed.
@@ -92,6 +100,22 @@ class Way(Protocol):
 
     def close(self) -> None:
         """Ends it; more than once does nothing."""
+        ...
+
+
+class DeviceReader(Protocol):
+    """Reads the data of a seed into memory of one device of the reader, for one thread."""
+
+    def read(self, buffer: DeviceBuffer, offset: int, nbytes: int) -> None:
+        """Fills the first bytes of a buffer; raises SourceError or OSError.
+
+        When it returns, the bytes are there for every stream. When it has raised, nothing writes to
+        the buffer any more, or the reader keeps it.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of the buffers; never raises."""
         ...
 
 

@@ -44,7 +44,10 @@ _FEW = 8  # After fewer the next ones are placed without arrays, which cost more
 
 
 class BufferSpec(NamedTuple):
-    """A buffer: a map of a source, or memory of a device (by its number) or of the host."""
+    """A buffer: a map of a source, or memory of a device (by its number) or of the host.
+
+    With both, it is memory that the source has on the device, and takes no more of it.
+    """
 
     nbytes: int
     source: int | None = None
@@ -84,9 +87,12 @@ class Layout:
         self, request: Request, nbytes: int, contiguous: int | None, allocation: Allocation
     ) -> tuple[int, int]:
         """Buffer and first byte; an array of the framework has a buffer of its own."""
-        device, owner, copied = allocation
-        alone = device is not None and self._alone is not None and nbytes >= self._alone
-        if owner == "framework" or alone:
+        device, owner, copied, _ = allocation
+        apart = device is not None and self._alone is not None and nbytes >= self._alone
+        if owner == "source":
+            self.specs.append(BufferSpec(0, request.info.pieces[0].source, device))
+            return len(self.specs) - 1, 0
+        if owner == "framework" or apart:
             self.specs.append(BufferSpec(nbytes, None, device))
             return len(self.specs) - 1, 0
         if device is None:
@@ -114,7 +120,7 @@ class Layout:
         self, packed: Packed, source: int, offset: int, allocation: Allocation
     ) -> list[tuple[int, int]]:
         """Buffer and first byte of each; nothing if they have to be placed one by one."""
-        device, owner, copied = allocation
+        device, owner, copied, _ = allocation
         if device is not None or owner == "framework" or source in self._mapped:
             return []
         buffer, at = self._next(

@@ -27,6 +27,9 @@ _ROUNDED = 2 * _PAGE
 # What comes from a disk is read by more threads than there are cores, in smaller blocks. Slots of
 # this size stay in the processor's cache until they are copied out.
 _COLD_BLOCK = 4 << 20
+# Onto a device slots are locked in any case. Longer reads of a disk were no faster, or much slower:
+# O_DIRECT by four readers of 4 MiB 2.6 GB/s, of 16 MiB 1.85 (H200); of 8 MiB 1.5 to 1.8 (H100).
+_COLD_SLOT = 8 << 20
 # What the page cache holds is shared out so evenly: a load waits for its last block.
 _SHARES, _LEAST_SHARE = 4, 2 << 20  # Blocks of each reader, at least; bytes of one.
 # To make and lock pages takes three times as long as eight readers take to read as much from the
@@ -66,6 +69,7 @@ class Limits:
     Attributes:
         batches: Positions of the requests that are loaded together.
         costs: How large a read may be, so that all slots together stay within the limits.
+        slot: Bytes that a slot is made for where others use it after this load; else None.
         growth: How many times the bytes of a block it takes to put it in order on the host.
         least: The least `max_host_overhead` that leaves room for all slots.
         least_on_device: The same for `max_device_overhead`.
@@ -84,7 +88,8 @@ class Limits:
         if True in map(_COPIED, allocations):
             self.batches = [*batches(requests, allocations, options)]
         self.growth = self.least_on_device = 0
-        threads, limit = readers.threads, self._limit
+        self.slot: int | None = None
+        threads, limit, nbytes = readers.threads, self._limit, 0
         count, block = threads, _COLD_BLOCK if readers.cold else readers.costs.block
         there: list[Request] = []
         for request, allocation in zip(requests, allocations, strict=True) if allocations else ():
@@ -95,8 +100,10 @@ class Limits:
             # Page-locking memory takes long: its default is bounded as well.
             limit = OVERHEAD if limit is None else limit
             count = threads * readers.depth
-            share = sum(request.nbytes for request in there) // _PINNED // count // _PAGE * _PAGE
-            block = readers.slot if readers.kept else min(readers.slot, max(_LEAST_SLOT, share))
+            nbytes = sum(request.nbytes for request in there)
+            share = nbytes // _PINNED // count // _PAGE * _PAGE
+            block = min(readers.slot, _COLD_SLOT) if readers.cold else readers.slot
+            block = block if readers.kept else min(block, max(_LEAST_SLOT, share))
         if readers.decodes:
             count += _DECODING * threads
         self.least = count * _LEAST_SLOTS * (1 + self.growth)
@@ -127,6 +134,10 @@ class Limits:
                 raise too_small("max_device_overhead", self.least_on_device, limit)
             staged, block = min(self.costs.staged, block), min(self.costs.block, block)
             self.costs = self.costs._replace(block=block, staged=staged)
+        if there and readers.kept and self.costs.concurrency is None:
+            # Slots are as large as they may be; a read of one tensor is shared out all the same.
+            self.slot, share = self.costs.block, nbytes // threads // _PAGE * _PAGE
+            self.costs = self.costs._replace(block=min(self.slot, max(_LEAST_SHARE, share)))
 
     def slots(self, read_bytes: int, staged: int, decoding: int = 0) -> int:
         """The most bytes of slots of a plan of which nothing lands on a device.

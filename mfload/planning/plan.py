@@ -183,6 +183,7 @@ def make_plan(
             numbers, last = tensors.setdefault((source, start, info.name), []), info
         numbers.append(number)
     kinds: dict[Any, _Kind] = {}
+    near = {number for number, each in enumerate(allocations) if each.near}
     # Where all results land, if they do so in one way.
     alike = HOST if not allocations else allocations[0] if len(set(allocations)) == 1 else None
     for tensor in sorted(tensors, key=_PLACE):
@@ -217,16 +218,19 @@ def make_plan(
             places[number] = _new(Place, (request, buffer, at))
         if kind is None:
             buffer, at = spots[0]
-            if lengths[0] and (given is not None or layout.specs[buffer].source is None):
+            read = given is not None or layout.specs[buffer].source is None
+            if lengths[0] and read and numbers[0] not in near:
                 reads.run(source, start, lengths[0], buffer, at)
             continue
         number = kind.number
-        if mapped or 0 in lengths:
-            # Maps bring some of them, and of others there is nothing to read.
+        if mapped or near or 0 in lengths:
+            # Maps and devices bring some of them, and of others there is nothing to read.
             read = [
                 n
                 for n, (buffer, _) in enumerate(spots)
-                if lengths[n] and (given is not None or layout.specs[buffer].source is None)
+                if lengths[n]
+                and (given is not None or layout.specs[buffer].source is None)
+                and numbers[n] not in near
             ]
             wanted, spots = [wanted[n] for n in read], [spots[n] for n in read]
             offsets, number = [offsets[n] for n in read], None

@@ -141,8 +141,8 @@ def sizes(requests: Sequence[Request]) -> Sequence[int]:
     return list(map(_NBYTES, requests))
 
 
-Owner = Literal["mfload", "framework"]
-"""Whose memory a result lies in."""
+Owner = Literal["mfload", "framework", "source"]
+"""Whose memory a result lies in; in that of its source, it lies there already."""
 
 
 class Allocation(NamedTuple):
@@ -151,11 +151,13 @@ class Allocation(NamedTuple):
     Attributes:
         device: Number of the adapter's device in whose memory it lands; None for the host's.
         copied: Whether the framework copies it out of that memory afterwards.
+        near: Whether its source has it on a device, from which devices take it: it is not read.
     """
 
     device: int | None
     owner: Owner
     copied: bool
+    near: bool = False
 
 
 HOST = Allocation(None, "mfload", copied=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import stat
 import sys
 import types
@@ -15,10 +16,11 @@ import pytest
 
 from benchmarks import (
     child,
-    gpu_costs,
+    gpu_ceilings,
     gpu_facts,
     gpu_given,
     gpu_memory,
+    gpu_questions,
     gpu_stress,
     gpu_tables,
     gpu_tasks,
@@ -27,7 +29,7 @@ from benchmarks import (
 )
 from benchmarks.checkpoint import write_llama
 from benchmarks.gpu_budget import Budget
-from benchmarks.gpu_ceilings import PEAK, cached, direct
+from benchmarks.gpu_ceilings import DEVICE_COPY, PEAK, cached, direct, maps
 from benchmarks.gpu_given import Given, Row, SkipError
 from benchmarks.gpu_tasks import Way
 from benchmarks.process import environment
@@ -88,44 +90,32 @@ class _Stub:
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
-        self.allocated: dict[int, np.ndarray] = {}
         self.copied = 0
         self.waiting: list[tuple[int, int, int]] = []
         runtime = types.SimpleNamespace(
             hostRegister=lambda at, nbytes, flags: self.locked.update({at: nbytes}),
             hostUnregister=self.locked.pop,
+            eventCreateWithFlags=lambda flags: flags,
+            eventRecord=lambda event, stream: None,
+            eventSynchronize=lambda event: self._wait(),
+            eventQuery=lambda event: self._wait(),
+            eventBlockingSync=1,
+            eventDisableTiming=2,
             memcpyAsync=self._later,
             memcpy=lambda to, at, nbytes, kind: ctypes.memmove(to, at, nbytes),
-            memcpy2DAsync=self._rows_later,
-            memset=ctypes.memset,
-            hostAlloc=self._allocate,
-            freeHost=self.allocated.pop,
-            malloc=self._allocate,
-            free=self.allocated.pop,
             memGetInfo=lambda: (5, 9),
         )
-        device = types.SimpleNamespace(synchronize=self._wait)
+        device = types.SimpleNamespace(synchronize=self._wait, use=lambda: None)
         stream = types.SimpleNamespace(ptr=1, synchronize=self._wait)
         self.cuda = types.SimpleNamespace(
             runtime=runtime, Device=lambda number: device, Stream=lambda non_blocking: stream
         )
 
     def _later(self, to: int, at: int, nbytes: int, kind: int, stream: int) -> None:
-        assert any(low <= at and at + nbytes <= low + n for low, n in self.locked.items())
-        assert (kind, stream) == (1, 1)
+        if kind == 1:
+            assert any(low <= at and at + nbytes <= low + n for low, n in self.locked.items())
+        assert (kind, stream) in ((1, 1), (3, 0))
         self.waiting.append((to, at, nbytes))
-
-    def _rows_later(
-        self, to: int, to_pitch: int, at: int, pitch: int, nbytes: int, count: int, kind: int,
-        stream: int,
-    ) -> None:  # fmt: skip
-        for row in range(count):
-            self._later(to + row * to_pitch, at + row * pitch, nbytes, kind, stream)
-
-    def _allocate(self, nbytes: int, flags: int = 0) -> int:
-        array = np.empty(nbytes, np.uint8)
-        self.allocated[array.ctypes.data] = array
-        return array.ctypes.data
 
     def _wait(self) -> None:
         for to, at, nbytes in self.waiting:
@@ -151,7 +141,9 @@ def _job(tmp_path: Path, name: str) -> Any:
     return Bed(warmup.paths, gpu_tasks.__name__).job(f"cuda:0/{name}", found.subject())
 
 
-@pytest.mark.parametrize("name", [PEAK, cached(2), direct(2, 4), Way("numpy").name])
+@pytest.mark.parametrize(
+    "name", [PEAK, cached(2), direct(2, 4), maps(2, 1), DEVICE_COPY, Way("numpy").name]
+)
 def test_what_a_process_measures_on_a_device(name: str, stub: _Stub, tmp_path: Path) -> None:
     job = _job(tmp_path, name)
     result = child.measure(job, lambda: None)
@@ -187,20 +179,42 @@ def test_pages_are_summed_up_piece_by_piece(stub: _Stub, monkeypatch: pytest.Mon
     assert not stub.locked
 
 
-def test_costs(stub: _Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """That they are asked at all; and rows are not timed that don't arrive."""
-    for name, value in (("_SIZES", (1,)), ("_BUFFERS", (1,)), ("_ROWS", 1 << 17)):
-        monkeypatch.setattr(gpu_costs, name, value)
-    given = Given("cuda:0", tmp_path)
-    said = {name: gpu_trial.run(name, given) for name in gpu_costs.names(gpu=True)}
-    assert {each["status"] for each in said.values()} == {"pass"}
-    assert "8 threads, 4 MiB each: hostRegister " in said["pinned-cost"]["said"]
-    assert "1 MiB: cudaMalloc " in said["allocation-cost"]["said"]
-    assert "; 8192 B: 2-D " in said["rows-cost"]["said"]
-    assert not stub.allocated
-    real = stub.cuda.runtime.memcpy2DAsync
-    stub.cuda.runtime.memcpy2DAsync = lambda to, tp, at, pitch, *rest: real(to, tp, at, tp, *rest)
-    assert gpu_trial.run("rows-cost", given)["said"].endswith("other bits than the source's")
+def test_maps_are_copied_whole(
+    stub: _Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Every byte once, a window page-locked while the one before it is copied, none at the end."""
+    most = 0
+    register = stub.cuda.runtime.hostRegister
+
+    def registering(at: int, nbytes: int, flags: int) -> None:
+        nonlocal most
+        assert (at % PAGE, flags) == (0, gpu_ceilings._READ_ONLY)
+        register(at, nbytes, flags)
+        most = max(most, len(stub.locked))
+
+    stub.cuda.runtime.hostRegister = registering
+    job = _job(tmp_path, maps(1, 1))
+    gpu_ceilings.find(maps(1, 1), "cuda:0").run(job)
+    assert stub.copied == sum(stop - start for _, start, stop in job["extents"])
+    assert (most, stub.locked) == (2, {})
+
+
+def test_a_sum_that_is_not_wanted_is_not_taken(
+    stub: _Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    job = {**_job(tmp_path, Way("numpy").name), "page_sum": None}
+    sums: list[int] = []
+    real = gpu_memory.page_sum
+    monkeypatch.setattr(gpu_memory, "page_sum", lambda *given: sums.append(1) or real(*given))
+    child.measure(job, lambda: None)  # type: ignore[arg-type]
+    assert len(sums) == 1  # Of the tiny checkpoint, before the clock starts.
+
+
+def test_waking_is_timed(stub: _Stub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu_questions, "_COPIES", 2)
+    found = gpu_trial.run("waking", Given("cuda:0", tmp_path))
+    assert found["status"] == "pass"
+    assert "8 MiB: asleep " in found["said"]
 
 
 def test_where_cupy_compiles_no_kernels(stub: Any, tmp_path: Path) -> None:
@@ -252,18 +266,16 @@ def test_what_a_trial_raises_is_an_answer(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_every_trial_is_there(device: str) -> None:
-    groups = [
-        gpu_trials.questions(device, 16),
-        *gpu_trials.checks(device, 16, gds=True),
-        gpu_trials.costs(device),
-    ]
-    names = [name for group in groups for name in group["names"]]
+    groups = gpu_trials.groups(device, 16)
+    names = [name for each in groups.values() for group in each for name in group["names"]]
     assert len(names) == len(set(names))
-    assert {name.split("/")[0] for name in names} <= set(gpu_trial.TRIALS)
+    known = {*gpu_trial.TRIALS, "suite"}
+    assert {name.split("/")[0] for name in names} <= known
     if device != "cpu":
-        assert {name.split("/")[0] for name in names} == set(gpu_trial.TRIALS)
-        assert "dtypes/cupy/gds/mfload" in names
+        assert {name.split("/")[0] for name in names} == known
         assert "streams/jax/framework" in names
+        assert "suite/tests/devices" in names
+        assert groups[1][0]["names"] == ["busy-mmap", "dropped", "lazy"]
 
 
 def test_a_trial_of_an_engine_that_is_not_taken_is_skipped(tmp_path: Path) -> None:
@@ -286,13 +298,61 @@ def test_a_failed_question_is_no_failed_check() -> None:
 def test_a_question_is_answered_by_no(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(gpu_trials, "ask", lambda *_: ("fail", "INTERNAL: unaligned"))
     noted: list[gpu_trials.Outcome] = []
+    trials = gpu_trials.Trials("cpu", {}, tmp_path, tmp_path / "log", noted.append)
     for kind in (gpu_trials.QUESTION, gpu_trials.CHECK):
-        group: gpu_trials.Group = {"kind": kind, "names": ["x"], "abreast": 1}
-        gpu_trials.run(group, "cpu", {}, Budget(60), tmp_path, noted.append)
+        assert trials.run({"kind": kind, "names": ["x"], "abreast": 1}, Budget(60))
         assert gpu_tables.trials([dict(noted[-1])], kind).startswith(
             "- `x`: no: INTERNAL" if kind == gpu_trials.QUESTION else "- `x`: **fail**"
         )
+    assert not trials.run({"kind": kind, "names": ["x"], "abreast": 1}, Budget(1))
     assert [each["status"] for each in noted] == ["no", "fail"]
+
+
+def test_every_test_that_needs_a_gpu_is_among_them() -> None:
+    root = Path(__file__).resolve().parents[2]
+    listed = [root / path for path in gpu_trials._suites()]
+    assert all(path.exists() for path in listed)
+    marked = re.compile(r"(^|@|= )pytest\.mark\.gpu", re.M)
+    shared = root / "tests" / "conformance"  # Their subclasses are in files of their own.
+    for path in (root / "tests").rglob("test_*.py"):
+        if (
+            marked.search(path.read_text())
+            and path != Path(__file__)
+            and shared not in path.parents
+        ):
+            assert any(each in (path, *path.parents) for each in listed), path
+
+
+def test_suites_are_trials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Their last line is the answer; what a failed one printed is kept."""
+    text = """
+import time, pytest
+pytestmark = pytest.mark.gpu
+def test_right(): pass
+"""
+    wrong, hangs = "def test_wrong(): assert 'seen' == ''\n", "def test_late(): time.sleep(60)\n"
+    suites = {"right": text, "wrong": text + wrong, "none": "", "late": text + hangs}
+    for name, code in suites.items():
+        (tmp_path / f"test_{name}.py").write_text(code)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    needs = {f"test_{name}.py": ("json",) for name in suites} | {"x": ("no_such_module",)}
+    monkeypatch.setattr(gpu_trials, "_suites", lambda: needs)
+    monkeypatch.setattr(gpu_trials, "ROOT", tmp_path)
+    noted: list[gpu_trials.Outcome] = []
+    trials = gpu_trials.Trials("cuda:0", os.environ, tmp_path, tmp_path / "log", noted.append)
+    names = [f"suite/{each}" for each in needs if "late" not in each]
+    assert trials.run({"kind": gpu_trials.CHECK, "names": names, "abreast": 4}, Budget(60))
+    found = {each["name"]: (each["status"], each["said"]) for each in noted}
+    assert found["suite/test_right.py"][0] == "pass"
+    assert found["suite/test_right.py"][1].startswith("1 passed")
+    status, said = found["suite/test_wrong.py"]
+    assert status == "fail"
+    assert said.startswith("1 failed, 1 passed")
+    assert "FAILED test_wrong.py::test_wrong" in said
+    assert found["suite/test_none.py"][0] == "skip"
+    assert found["suite/x"] == ("skip", "not installed: no_such_module")
+    assert "assert 'seen' == ''" in (tmp_path / "log").read_text()
+    assert trials._suite("test_late.py", 3)[0] == "timeout"
 
 
 def test_a_dtype_that_fails_keeps_no_other_from_its_turn(

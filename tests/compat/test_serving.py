@@ -10,6 +10,7 @@ import pytest
 import samples
 import torch
 
+import mfload
 from mfload import errors
 from mfload.compat.serving import Weights
 
@@ -49,3 +50,17 @@ def test_files_without_an_index_of_their_own(stale: list[str]) -> None:
     with pytest.raises(errors.CheckpointError, match="disagree"):
         numbers([*stale, str(folder / "mtp.safetensors")])
     assert numbers(stale[1:]) == {"a": 9, "c": 3}
+
+
+def test_options_of_peers(tmp_path: Path) -> None:
+    """As JSON has them, since serving systems take no others."""
+    given = {"transports": ["http"], "stalled": 5}
+    array = np.arange(6, dtype=np.float32)
+    with mfload.publish({"x": array}, model="org/name") as seed:
+        weights = Weights({"path": seed.url, "peer": given})
+        ((name, tensor),) = weights.rows(seed.url)
+        assert torch.equal(torch.empty(6).copy_(tensor), torch.from_numpy(array))
+    assert name == "x"
+    assert {engine for _, engine, _ in weights.report.route} == {"peer-http"}
+    with pytest.raises(errors.UsageError, match=r"key that mfload does not know.*'transport'"):
+        Weights({"peer": {"transport": "http"}})

@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -81,8 +80,9 @@ def wrapped(
     ends = np.cumsum([-(-len(row.raw) // ALIGNMENT) * ALIGNMENT for row in rows])
     starts = [0, *(int(end) for end in ends)]
     number = ground.adapter.devices.index(ground.device)
-    allocate = ground.device.allocate if own else partial(ground.adapter.allocate, number)
-    buffer = allocate(starts.pop())
+    nbytes = starts.pop()
+    allocate = ground.device.allocate if own else ground.adapter.allocator(number, [nbytes])
+    buffer = allocate(nbytes)
     write(ground.device, [(buffer, at, row.raw) for at, row in zip(starts, rows, strict=True)])
     views: list[View] = []
     for at, row in zip(starts, rows, strict=True):

@@ -21,6 +21,8 @@ def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
     monkeypatch.setattr(discovery, "count", lambda: 1)
     monkeypatch.setitem(sys.modules, "kvikio", stub)
     monkeypatch.setitem(sys.modules, "kvikio.defaults", stub.defaults)
+    # A configuration, so that reads have streams of their own.
+    monkeypatch.setenv("CUFILE_ENV_PATH_JSON", os.devnull)
     before = len(os.listdir("/proc/self/fd"))
     yield stub
     KITS.give_back()

@@ -68,6 +68,8 @@ class Machine:
         self.misuse: list[str] = []
         self.calls: Counter[str] = Counter()
         self.opened: Counter[int] = Counter()  # Addresses of memory of other processes.
+        self.peers = True  # Whether devices reach each other's memory,
+        self.connected: set[tuple[int, int]] = set()  # and which do so.
         self.fail: dict[str, int] = {}  # Call to the status that it returns from now on.
         self.late: dict[str, int] = {}  # Call to the number of that whose work ends the context.
         self.ran: Counter[str] = Counter()
@@ -224,6 +226,16 @@ class Runtime:
     def deviceGetPCIBusId(self, device: int) -> str:
         self._machine.begin("deviceGetPCIBusId")
         return f"0000:{0x3B + device:02X}:00.0"
+
+    def deviceCanAccessPeer(self, device: int, peerDevice: int) -> int:
+        self._machine.begin("deviceCanAccessPeer")
+        return int(self._machine.peers)
+
+    def deviceEnablePeerAccess(self, peerDevice: int) -> None:
+        device = self._machine.begin("deviceEnablePeerAccess")
+        if (device, peerDevice) in self._machine.connected:
+            raise CUDARuntimeError(704)
+        self._machine.connected.add((device, peerDevice))
 
     def memGetInfo(self) -> tuple[int, int]:
         device = self._machine.begin("memGetInfo")

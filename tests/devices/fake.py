@@ -77,6 +77,10 @@ class FakeStream:
         self._queue = queue
         self._open = True
 
+    @property
+    def handle(self) -> int:
+        return id(self._queue)
+
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
         host = self._host(source, span(rows))
         if not self._begin("copy_in", rows.count * rows.nbytes, target, at, host is not None):
@@ -195,6 +199,7 @@ class FakeDevice:
         pci: Address on the bus.
 
     Attributes:
+        near: Names of the other devices whose memory it reaches.
         taken: Bytes of `total` that others hold; set it at will.
         calls: How often each verb was called.
         nbytes: Bytes that each verb was to move.
@@ -229,6 +234,10 @@ class FakeDevice:
         self.graves: list[Any] = []
         self.pageable: list[Span] = []
         self.queues = Queues(mode, seed)
+        self.near: set[str] = set()
+
+    def reaches(self, other: Any) -> bool:
+        return other is self or other.name in self.near
 
     @contextmanager
     def current(self) -> Iterator[None]:

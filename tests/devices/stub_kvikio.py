@@ -7,6 +7,7 @@ it was allocated, with a device current in the calling thread.
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.machinery
 import os
 import sys
@@ -32,6 +33,7 @@ class Kvikio(types.ModuleType):
         handles: Files that are open.
         registered: Bytes by address.
         reads: (size, file offset, device offset) of each.
+        streams: What each was given to: 0 is the default stream, for which others wait.
     """
 
     def __init__(self) -> None:
@@ -47,6 +49,7 @@ class Kvikio(types.ModuleType):
         self.handles = 0
         self.registered: dict[int, int] = {}
         self.reads: list[tuple[int, int, int]] = []
+        self.streams: list[int] = []
         self.defaults = types.ModuleType("kvikio.defaults")
         self.defaults.is_compat_mode_preferred = lambda: self.compat  # type: ignore[attr-defined]
         module = self
@@ -88,8 +91,11 @@ class _CuFile:
         self._fd = os.open(file, os.O_RDONLY)
         module.handles += 1
 
-    def raw_read(self, buf: Any, size: int, file_offset: int, dev_offset: int) -> int:
+    def raw_read(
+        self, buf: Any, size: int, file_offset: int, dev_offset: int, stream: int = 0
+    ) -> int:
         module = self._module
+        module.streams.append(stream)
         if module.before_read is not None:
             module.before_read()
         module.check("read")
@@ -104,6 +110,13 @@ class _CuFile:
         size = size if module.short is None else min(size, module.short)
         memory: Any = (ctypes.c_uint8 * size).from_address(base + dev_offset)
         return os.preadv(self._fd, [memory], file_offset)
+
+    def raw_read_async(
+        self, buf: Any, stream: int, size: int, file_offset: int, dev_offset: int
+    ) -> Any:
+        """As kvikio's, but it reads when it is asked how much it has read."""
+        read = functools.partial(self.raw_read, buf, size, file_offset, dev_offset, stream)
+        return types.SimpleNamespace(check_bytes_done=read)
 
     def close(self) -> None:
         os.close(self._fd)

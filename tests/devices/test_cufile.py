@@ -89,6 +89,24 @@ def test_one_read_is_one_read(kvikio: Kvikio, device: FakeDevice, file: Path) ->
     assert [(size, offset) for size, offset, _ in kvikio.reads] == [(12288, 4096), (4096, 4096)]
 
 
+@pytest.mark.parametrize("configured", [True, False])
+def test_reads_wait_for_no_work_of_the_default_stream(
+    kvikio: Kvikio,
+    device: FakeDevice,
+    file: Path,
+    configured: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a configuration, kvikio has no other way that passes the host by."""
+    if not configured:
+        monkeypatch.setenv("CUFILE_ENV_PATH_JSON", "/none")
+    data = file.read_bytes()
+    assert landed(device, file, block(0, 9000), block(4096, 4096)) == [data[:9000], data[4096:8192]]
+    assert len(set(kvikio.streams)) == 1
+    assert all(kvikio.streams) is configured
+    assert device.streams == 0
+
+
 def test_short_reads_are_taken_up_again(kvikio: Kvikio, device: FakeDevice, file: Path) -> None:
     kvikio.short = 4096 + 8
     assert landed(device, file, block(10, 12000)) == [file.read_bytes()[10:12010]]

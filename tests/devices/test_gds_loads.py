@@ -83,6 +83,28 @@ def test_bit_for_bit(
     device.assert_clean()
 
 
+def test_loads_and_streams_register_memory_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio
+) -> None:
+    device = FakeDevice((2, 0), "cuda:0")
+    registered: list[int] = []
+    real = kvikio.memory_register
+    monkeypatch.setattr(
+        kvikio, "memory_register", lambda buf: registered.append(1) or real(buf), raising=False
+    )
+    for _ in range(3):
+        found, _ = _load(path, device, monkeypatch, engine="gds")
+        samples.assert_same(found, MODEL)
+        del found
+    options = mfload.Options(engine="gds", threads=2)
+    samples.assert_same(dict(mfload.stream(path, "numpy", options=options)), MODEL)
+    assert 0 < len(registered) <= 2 * staging.DEPTH
+    assert kvikio.registered
+    gc.collect()
+    device.assert_clean()
+    assert not kvikio.registered
+
+
 def test_what_the_device_can_not_do_goes_by_the_host(
     path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio
 ) -> None:

@@ -133,6 +133,19 @@ def test_what_is_idle_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     device.assert_clean()
 
 
+def test_each_load_says_that_its_slots_are_not_locked(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(fail={"pin": 1})
+    land(monkeypatch, device)
+    for _ in range(2):
+        report = mfload.Report()
+        mfload.load(path, "numpy", options=mfload.Options(threads=1), report=report)
+        assert "from pageable memory" in str(report)
+    assert device.calls["pin"] <= staging.DEPTH
+    device.assert_clean()
+
+
 def test_what_is_in_use_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "IDLE", 0.05)
     device = FakeDevice()
@@ -191,6 +204,25 @@ def test_what_is_kept_counts_for_limits(
 def locked() -> int:
     """Bytes that are page-locked."""
     return sum(span.end - span.start for span, _ in fake._pinned.values())
+
+
+def test_what_is_kept_is_not_counted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But by each load that uses it."""
+    device = FakeDevice()
+    land(monkeypatch, device)
+    peaks: list[int] = []
+    for _ in range(3):
+        report = mfload.Report()
+        options = mfload.Options(threads=1)
+        found = mfload.load(path, "numpy", options=options, report=report)
+        peaks.append(report.peak_bytes)
+        assert mfload.live_bytes() == report.result_bytes
+        del found
+        assert mfload.live_bytes() == buffers.live_bytes() == 0
+    assert peaks[0] == peaks[1] == peaks[2] == locked() > 0
+    buffers.peak_bytes(reset=True)
+    device.assert_clean()
+    assert buffers.peak_bytes() == buffers.live_bytes() == 0
 
 
 def test_what_is_kept_gives_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def test_a_fork_while_another_thread_counts_does_not_hang() -> None:
     kept = [DeviceBuffer(FakeDevice(), 4096, 256, None)]
 
     def hold() -> None:
-        with memory._counter._lock:
+        with memory.counter._lock:
             locked.set()
             release.wait(30)
 

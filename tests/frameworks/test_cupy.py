@@ -67,7 +67,7 @@ class WithoutAPool(cupy_adapter.CupyAdapter):
     def pool(self, number: int) -> None:
         return None
 
-    allocate, allocating = Adapter.allocate, Adapter.allocating  # pyright: ignore
+    allocator, allocating = Adapter.allocator, Adapter.allocating  # pyright: ignore
 
 
 class TestLanding(DeviceMemoryConformance):
@@ -166,14 +166,14 @@ class TestItsOwnMemory:
         waited = adapter._cupy.cuda.get_current_stream().synchronize
         adapter._cupy.cuda.get_current_stream().synchronize = lambda: waited() or given.append("")
         with adapter.allocating():
-            made = adapter.allocate(0, 16), adapter.allocate(0, 0)
+            made = adapter.allocator(0, [16])(16), adapter.allocator(0, [0])(0)
         assert given == [(16, "uint8"), (1, "uint8"), ""]
         assert [(each.owner, each.address) for each in made] == [(array, 4096)] * 2
         assert [each.nbytes for each in made] == [16, 0]
         assert live_bytes() == 0
         adapter = self.make(device, empty=self.full)
         with pytest.raises(errors.MemoryLimitError, match=r"CuPy has no room.*512 bytes"):
-            adapter.allocate(0, 512)
+            adapter.allocator(0, [512])(512)
 
     def test_copied_from_the_host(self, device: FakeDevice) -> None:
         view = View("w", self.F32, (2,), np.arange(8, dtype=np.uint8), 0)

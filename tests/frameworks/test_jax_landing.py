@@ -67,7 +67,7 @@ class TestJaxLanding(DeviceMemoryConformance):
     def test_lent_bytes_keep_the_array(self, ground: Ground) -> None:
         """A slab lives as long as any view of it, and is given back then."""
         rows = [material.stored(f"w{n}", "F32", (1 << 8, 64), n) for n in range(4)]
-        slab = ground.adapter.allocate(0, 4 << 16)
+        slab = ground.adapter.allocator(0, [4 << 16])(4 << 16)
         gone = weakref.ref(slab.owner[0])
         write(ground.device, [(slab, n << 16, row.raw) for n, row in enumerate(rows)])
         views = [View(row.name, dtypes.TABLE["F32"], row.shape, slab, n << 16)
@@ -76,7 +76,7 @@ class TestJaxLanding(DeviceMemoryConformance):
         del slab, views
         last = arrays.pop()
         arrays.clear()
-        churn = [ground.adapter.allocate(0, 4 << 16) for _ in range(4)]
+        churn = [ground.adapter.allocator(0, [4 << 16])(4 << 16) for _ in range(4)]
         for each in churn:
             write(ground.device, [(each, 0, bytes(4 << 16))])
         self.check(rows[3:], [last])
@@ -147,7 +147,7 @@ class TestJaxLanding(DeviceMemoryConformance):
             del arrays
             gc.collect()
             nbytes = 4 * len(rows[0].raw)
-            for slab in [ground.adapter.allocate(0, nbytes) for _ in range(8)]:
+            for slab in [ground.adapter.allocator(0, [nbytes])(nbytes) for _ in range(8)]:
                 write(ground.device, [(slab, 0, bytes(nbytes))])
             expected = -np.frombuffer(rows[1].raw, np.int32).reshape(128, 64)
             assert (np.asarray(made) == expected).all()
@@ -172,6 +172,23 @@ class TestJaxLanding(DeviceMemoryConformance):
             arrays = [*wrapped(ground, rows), *wrapped(ground, rows[:2], own=False)]
         self.check(rows, arrays[:3])
         self.check(rows[:2], arrays[3:])
+
+    @pytest.mark.parametrize(
+        "what", ["disable_jit", "debug_nans", "check_tracer_leaks", "enable_x64"]
+    )
+    def test_what_users_set_is_no_matter(self, what: str) -> None:
+        before = getattr(jax.config, f"jax_{what}")
+        land = FakeDevice()
+        jax_memory._slab_program.cache_clear()
+        jax.config.update(f"jax_{what}", True)
+        try:
+            assert jax_memory.fillable(cpu(0), land)
+            (array,) = wrapped(
+                Ground(self.adapter(land), land), material.aligned(("I64",)), own=False
+            )
+            self.check(material.aligned(("I64",)), [array])
+        finally:
+            jax.config.update(f"jax_{what}", before)
 
     def test_what_is_said_of_device_memory(self) -> None:
         land = FakeDevice(place=(2, 1))
@@ -556,7 +573,7 @@ def test_the_trial_begins_with_the_adapter(monkeypatch: pytest.MonkeyPatch) -> N
     jax_memory.begin_trial.cache_clear()
     adapter = jax_adapter.make("cpu:0")
     assert jax_memory.begin_trial.cache_info().misses == 1
-    buffer = adapter.allocate(0, 1000)
+    buffer = adapter.allocator(0, [1000])(1000)
     assert jax_memory.begin_trial.cache_info().misses == 1
     assert isinstance(buffer.owner[0], jax.Array)
     assert memory.live_bytes() == 0
@@ -566,7 +583,7 @@ def test_the_trial_begins_with_the_adapter(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_memory_of_ours_where_that_of_xla_cannot_be_filled() -> None:
     land = FakeDevice(fail={"copy_in": 1})
-    buffer = jax_adapter.JaxAdapter(cpu(0), land).allocate(0, 1000)
+    buffer = jax_adapter.JaxAdapter(cpu(0), land).allocator(0, [1000])(1000)
     assert memory.live_bytes() == buffer.nbytes == 1000
     del buffer
     land.assert_clean()

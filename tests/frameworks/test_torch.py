@@ -149,18 +149,17 @@ class TestTorchLanding(DeviceMemoryConformance):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with adapter.allocating():
             assert entered() == [land]
-            held = adapter.allocate(0, 100), adapter.allocate(0, 0)
+            held = adapter.allocator(0, [100])(100), adapter.allocator(0, [0])(0)
             assert asked == [3, gpu, gpu, "wait", gpu, gpu]  # One wait for all.
         assert asked.pop() == "wait"
         assert [each.nbytes for each in held] == [100, 0]
         assert held[1].address == held[1].owner.data_ptr() != 0
         assert memory.live_bytes() == 0
-        adapter.reserve(0, 1 << 20)
-        assert asked.pop() is gpu
+        adapter.allocator(0, [1 << 20, 1 << 20])(1 << 20)  # Before the first, it asks for both.
+        assert [asked.pop(), asked.pop()] == [gpu, gpu]
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with adapter.allocating():
-            adapter.reserve(0, 1 << 20)
-            own = adapter.allocate(0, 100)
+            own = adapter.allocator(0, [100])(100)
         assert asked == [3, gpu, gpu, "wait", gpu, gpu]
         assert memory.live_bytes() == own.nbytes
         del own
@@ -191,9 +190,8 @@ class TestTorchLanding(DeviceMemoryConformance):
         monkeypatch.setattr(torch, "empty", empty)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         adapter = torch_adapter.TorchAdapter(SimpleNamespace(type="cuda"), FakeDevice())
-        adapter.reserve(0, 7 << 30)
         with pytest.raises(errors.MemoryLimitError, match="torch has no room"):
-            adapter.allocate(0, 7 << 30)
+            adapter.allocator(0, [7 << 30, 7 << 30])(7 << 30)
 
     def model(self, tmp_path: Any) -> tuple[Any, dict[str, Any]]:
         numbers = {f"{n}.{kind}": np.arange(size, dtype=np.float32) + n for n in range(4)

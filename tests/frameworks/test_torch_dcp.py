@@ -23,6 +23,7 @@ from mfload import errors
 from mfload.compat import dcp as compat
 from mfload.compat.dcp import HuggingFaceReader
 from mfload.cuda.device import MemoryInfo
+from mfload.cuda.staging import KITS
 from mfload.frameworks import torch_adapter, torch_memory
 from mfload.frameworks.base import Pool
 
@@ -267,6 +268,7 @@ def test_batches_onto_a_device_share_what_they_land_with(
     for dtype in (torch.float32, torch.float64):  # The last makes it batches.
         state = {name: torch.zeros_like(each) for name, each in stored.items()}
         state["w3"] = state["w3"].to(dtype)
+        KITS.give_back()
         pinned.clear()
         options = mfload.Options(threads=1)
         dcp.load(state, storage_reader=HuggingFaceReader(tmp_path, options=options))

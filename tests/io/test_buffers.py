@@ -105,7 +105,7 @@ def test_counting_may_be_interrupted_by_a_buffer_that_dies() -> None:
 
     def work() -> None:
         buffer = buffers.allocate(100)
-        with buffers._counter._lock:
+        with buffers.counter._lock:
             del buffer
         done.set()
 
@@ -133,7 +133,7 @@ def test_a_fork_while_another_thread_counts_does_not_hang() -> None:
     locked, release = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with buffers._counter._lock:
+        with buffers.counter._lock:
             locked.set()
             release.wait(30)
 

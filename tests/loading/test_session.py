@@ -454,6 +454,9 @@ def test_blocks_and_readers_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
         how.threads = 2
         limits = Limits([Request(row, row.dtype)], [landing], LoadOptions(), how)
         assert limits.costs.block == most
+        how.cold = True
+        limits = Limits([Request(row, row.dtype)], [landing], LoadOptions(), how)
+        assert limits.costs.block == min(most, 8 << 20)
 
 
 @pytest.mark.parametrize(("gap", "reads"), [((64 << 10) - 1, 1), (64 << 10, 2)])

@@ -8,9 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
+from devices.fake import FakeDevice
 
 from mfload import errors
+from mfload.mesh.device_link import DeviceLink
 from mfload.mesh.link import Link
+from mfload.runtime import Deadline
 
 
 class Memory:
@@ -69,7 +72,7 @@ class MemoryLink:
         self._rank, self._width, self._shared = rank, width, shared
 
     device = None
-    room, view, copy = Link.room, Link.view, Link.copy
+    room, view, part, copy = Link.room, Link.view, Link.part, Link.copy
 
     def buffer(self) -> Any:
         return np.zeros((len(self.ranks), self._width), np.uint8)
@@ -115,6 +118,34 @@ class DirectLink(MemoryLink):
             for place, part in zip(places, parts, strict=True):
                 place[:] = part
         return came, None
+
+
+class LinkOfDevices(DeviceLink):
+    """One that swaps rows of simulated devices; results lie on the link's device and on another."""
+
+    def __init__(self, rank: int, ranks: Sequence[int], width: int, shared: Swaps) -> None:
+        super().__init__(("a test", rank), Deadline(30))
+        self.ranks = tuple(sorted(ranks))
+        self._rank, self._width, self._shared = rank, width, shared
+        self.devices = [FakeDevice(name=f"fake:{n}", mode="mixed", seed=n) for n in range(2)]
+        self.device, self.swaps = self.devices[0], 0
+
+    def buffer(self) -> Any:
+        return np.zeros((len(self.ranks), self._width), np.uint8)
+
+    def result(self, number: int, nbytes: int) -> Any:
+        """Memory for a result."""
+        return self.devices[number % 2].allocate(nbytes)
+
+    def exchange(self, rows: Any) -> Any:
+        return self._shared.swap(self.ranks.index(self._rank), rows)
+
+    def swap_there(self, room: Any) -> Any:
+        self.swaps += 1
+        rows = room.owner.bytes[: room.nbytes].reshape(-1, self._width)
+        made = self.device.allocate(room.nbytes)
+        made.owner.bytes[: room.nbytes] = self.exchange(rows).reshape(-1)
+        return made
 
 
 class Swaps:

@@ -263,6 +263,14 @@ def test_batches_keep_within_a_limit() -> None:
     assert [n for batch in batches for n in batch[1]] == list(range(5))
 
 
+LINKS = stores.MemoryLink, stores.DirectLink, stores.LinkOfDevices
+
+
+def bytes_of(memory: Any) -> Any:
+    """Memory of a buffer, on the host or on a simulated device."""
+    return memory if isinstance(memory, np.ndarray) else memory.owner.bytes[: memory.nbytes]
+
+
 class TestRun:
     """Processes are threads, which swap rows in memory."""
 
@@ -280,18 +288,26 @@ class TestRun:
             backend: Any = stores.Backend(rank, None, swaps)
             group = agree.ProcessGroup(backend, sorted(requests), Deadline(None))
             link: Any = kind(rank, sorted(requests), width, swaps)
-            memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
-            places = [Place(r, n, 0) for n, r in enumerate(requests[rank])]
+            sizes = [request.nbytes for request in requests[rank]]
+            memory: list[Any] = [np.zeros(nbytes, np.uint8) for nbytes in sizes]
+            if kind is stores.LinkOfDevices:
+                memory = [link.result(n, nbytes) for n, nbytes in enumerate(sizes)]
+            places = [[Place(r, n, 0)] for n, r in enumerate(requests[rank])]
             come: list[int] = []
             redistribute.run(schedule, group, link, read(rank), places, memory, come.append)
             every = {(r.info.name, r.dtype.name, box_of(r)): r for r in requests[rank]}
             assert sum(come) == sum(mesh_base.stored_bytes([r]) for r in every.values())
+            if kind is stores.LinkOfDevices:
+                link.close()
+                memory = [bytes_of(each) for each in memory]
+                for device in link.devices:
+                    device.assert_clean(result=True)
             return memory
 
         return stores.all_at_once([lambda rank=rank: process(rank) for rank in requests])
 
     @settings(max_examples=60, deadline=None)
-    @given(worlds(), alone, st.sampled_from((stores.MemoryLink, stores.DirectLink)))
+    @given(worlds(), alone, st.sampled_from(LINKS))
     def test_values(self, requests: dict[int, list[Request]], least: int, kind: Any) -> None:
         def delivered(request: Request) -> Any:
             info = request.info
@@ -303,7 +319,7 @@ class TestRun:
             def run(wanted: Any, given: Any, memory: Any) -> None:
                 for request, (buffer, at) in zip(wanted, given, strict=True):
                     part = delivered(request)
-                    memory[buffer][at : at + part.size] = part
+                    bytes_of(memory[buffer])[at : at + part.size] = part
 
             return run
 
@@ -316,7 +332,7 @@ class TestRun:
                 assert array.tobytes() == delivered(request).tobytes()
 
     @pytest.mark.parametrize("least", [1, 64 << 10])
-    @pytest.mark.parametrize("kind", [stores.MemoryLink, stores.DirectLink])
+    @pytest.mark.parametrize("kind", LINKS)
     def test_an_error_stops_all_after_the_same_round(
         self, monkeypatch: pytest.MonkeyPatch, kind: Any, least: int
     ) -> None:
@@ -356,7 +372,7 @@ class TestRun:
             group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
             link: Any = stores.MemoryLink(rank, [0, 1], 4096, swaps)
             memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
-            places = [Place(request, n, 0) for n, request in enumerate(requests[rank])]
+            places = [[Place(request, n, 0)] for n, request in enumerate(requests[rank])]
             try:
                 if rank == 1 and not pressed:
                     raise errors.MemoryLimitError("no memory")
@@ -383,7 +399,7 @@ class TestRun:
         group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
         group.enter = lambda what: None
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
-        places = [Place(request, n, 0) for n, request in enumerate(requests[1])]
+        places = [[Place(request, n, 0)] for n, request in enumerate(requests[1])]
         link: Any = Late(1, [0, 1], 4096, swaps)
         schedule = redistribute.schedule(requests, 4096)
         with pytest.raises(errors.ReadError, match="the disk is gone"):

@@ -1,9 +1,18 @@
 """The transport "cuda_ipc" over the stub of CuPy: what lies on devices, and what is hostile."""
 
+# pyright: reportPrivateUsage=false
+
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -11,16 +20,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from devices import arrays as on_devices
 from devices.cupy_stub import Machine
 from devices.queues import MODES
 
 import mfload
 from mfload import Options, PeerOptions, Report, dtypes, errors
+from mfload.cli import commands
 from mfload.cuda import discovery
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.memory import live_bytes
 from mfload.dlpack import View, capsule, compact_nbytes
-from mfload.peer import cuda_ipc, fragments, nixl, source
+from mfload.frameworks.base import Lent
+from mfload.peer import cuda_ipc, fragments, memfd, nixl, serve, source
 from mfload.peer.data import Data
 from mfload.peer.fragments import Held
 from mfload.saving.export import TensorToSave
@@ -243,6 +255,15 @@ def test_new_weights(machine: Machine) -> None:
         del opened
 
 
+def _offered(rows: Any, size: int = 10) -> Any:
+    """What a reader makes of rows that a lender hands out."""
+    lender = cuda_ipc._Lender(Data(), json.dumps(rows).encode())
+    try:
+        return _connect({"host": HERE, "socket": lender.name}, size)
+    finally:
+        lender.close()
+
+
 def _connect(given: Any, size: int = 10) -> Any:
     about = {"size": size, "incarnation": "0" * 32, "generation": 0}
     client = SimpleNamespace(close=lambda: None)
@@ -284,9 +305,11 @@ HERE, PCI, HANDLE = cuda_ipc.here(), "0000:3b:00.0", "00" * 64
 def test_hostile_offers(rows: Any) -> None:
     """Rows of bytes, and a device, a handle and an offset or none of them."""
     with pytest.raises(errors.HeaderError, match="what it says of its devices"):
-        _connect({"host": HERE, "arrays": rows})
+        _offered(rows)
     with pytest.raises(errors.HeaderError, match="what it says of its devices"):
         _connect(rows)
+    with pytest.raises(errors.HeaderError, match="what it says of its devices"):
+        _connect({"host": HERE, "socket": rows})
 
 
 def test_an_array_beyond_its_memory(machine: Machine) -> None:
@@ -295,15 +318,329 @@ def test_an_array_beyond_its_memory(machine: Machine) -> None:
     handle = given.address.to_bytes(64, "little").hex()
     pci = given.device.pci
     with pytest.raises(errors.HeaderError, match=r"beyond its memory.*bytes 1995 to 2005"):
-        _connect({"host": HERE, "arrays": [[10, pci, handle, 1995]]})
+        _offered([[10, pci, handle, 1995]])
     assert not machine.opened.total()
 
 
 def test_seeds_elsewhere(machine: Machine) -> None:
     """On another machine, or on a device that this process does not see."""
     row = [10, "0000:99:00.0", HANDLE, 0]
-    assert _connect({"host": "other", "arrays": [row]}) == "the seed runs on another machine"
-    assert "no such CUDA device here" in _connect({"host": HERE, "arrays": [row]})
+    other = {"host": "other", "socket": "mfload-x"}
+    assert _connect(other) == "the seed runs on another machine"
+    assert "no such CUDA device here" in _offered([row])
+    assert "the seed's socket can't be reached" in _connect({"host": HERE, "socket": "mfload-x"})
+
+
+def _land(monkeypatch: pytest.MonkeyPatch, *numbers: int, **more: Any) -> None:
+    made = on_devices.Arrays(*map(discovery.find, numbers or (0,)), **more)
+    on_devices.take(monkeypatch, made)
+
+
+def _devices(arrays: Mapping[str, Any], device: int = 0) -> list[Held]:
+    return [OnDevice(array, device).row(name) for name, array in arrays.items()]
+
+
+def _addresses(rows: list[Held]) -> dict[str, int]:
+    return {row.name: row.memory.address for row in rows}
+
+
+def _until(done: Any) -> None:
+    until = time.monotonic() + 5
+    while not done():
+        assert time.monotonic() < until
+        gc.collect()
+        time.sleep(0.005)
+
+
+def _host_calls(machine: Machine) -> int:
+    """Page-locks and slots are of loads that pass through the host."""
+    return machine.calls["hostRegister"]
+
+
+def test_arrays_over_the_memory_of_a_seed(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied or allocated; the memory stays open as long as an array lives."""
+    arrays, report = _arrays(), Report()
+    rows = _devices(arrays)
+    there = _addresses(rows)
+    _land(monkeypatch)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        copies = machine.calls["memcpyAsync"]
+        found = mfload.load(seed.url, "numpy", options=IPC, report=report)
+        assert machine.calls["memcpyAsync"] == copies
+        assert not _host_calls(machine)
+        assert {name: each.ctypes.data for name, each in found.items()} == there
+        _same(found, arrays)
+        assert report.route[0][1] == "peer-cuda_ipc"
+        assert "arrays lie in its memory" in report.route[0][2]
+        assert report.mapped_bytes == report.result_bytes
+        assert report.read_bytes == 0
+        gc.collect()
+        assert cuda_ipc.leases() == 1
+        last = found.pop("long")
+        found.clear()
+        gc.collect()
+        assert machine.opened.total() == cuda_ipc.leases() == 1
+        del last
+        _until(lambda: not machine.opened.total() and not cuda_ipc.leases())
+
+
+def test_work_on_memory_that_is_closed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is over before the handle is closed: the seed may use the memory again at once."""
+    _land(monkeypatch)
+    order: list[str] = []
+    real = machine.status
+
+    def status(call: str) -> int:
+        order.append(call)
+        return real(call)
+
+    with mfload.publish(_devices({"x": np.ones(9)}), model="m", transports=("cuda_ipc",)) as seed:
+        found = mfload.load(seed.url, "numpy", options=IPC)
+        gc.collect()
+        monkeypatch.setattr(machine, "status", status)
+        del found
+        _until(lambda: "ipcCloseMemHandle" in order)
+        assert order.index("free") < order.index("ipcCloseMemHandle")
+
+
+@pytest.mark.parametrize(
+    ("numbers", "options", "copies"),
+    [
+        ((0,), {"copy": True}, ()),
+        ((1,), {}, ()),
+        ((0,), {"allocator": "framework"}, ()),
+        ((0,), {}, ("F32", "I32")),
+    ],
+    ids=["copy=True", "another device", "allocator", "the framework copies"],
+)
+def test_copies_from_device_to_device(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, numbers: Any, options: Any, copies: Any
+) -> None:
+    """Each array at once, without the host; they outlive the seed."""
+    arrays, report, allocator = _arrays(), Report(), options.get("allocator", "auto")
+    _land(monkeypatch, *numbers, copies=copies)
+    peer = PeerOptions(transports=("cuda_ipc",), copy="copy" in options)
+    rows = _devices(arrays)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        before = machine.calls["memcpyAsync"]
+        how = Options(peer=peer, allocator=allocator)
+        found = mfload.load(seed.url, "numpy", options=how, report=report)
+        assert 0 < machine.calls["memcpyAsync"] - before <= len(arrays)
+        assert not _host_calls(machine)
+        there = {row.memory.address for row in rows}
+        assert not there & {each.ctypes.data for each in found.values()}
+        _until(lambda: not cuda_ipc.leases())
+    assert "copied from device to device" in report.route[0][2]
+    del rows, seed
+    gc.collect()
+    _same(found, arrays)
+
+
+@pytest.mark.parametrize("gap", [0, 256, 4096])
+def test_neighbours_are_copied_at_once(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, gap: int
+) -> None:
+    """A copy for tensors that lie alike on both sides, and what lies between is no tensor's."""
+    arrays = {f"t{n:02}": np.arange(100 + 7 * n, dtype=np.int16) + n for n in range(20)}
+    row = OnDevice(np.full(100_000, 0xA5, np.uint8))
+    rows, at = list[Held](), 0
+    for name, array in arrays.items():
+        ctypes.memmove(row.address + at, array.ctypes.data, array.nbytes)
+        memory = cuda_ipc.DeviceMemory(row.device, row.address + at, array.nbytes, row)
+        rows.append(_row(name, array, memory))
+        at += -(-array.nbytes // 256) * 256 + gap
+    _land(monkeypatch)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        before = machine.calls["memcpyAsync"]
+        peer = PeerOptions(transports=("cuda_ipc",), copy=True)
+        for names, copies in ((None, 1), (["t03", "t04", "t07"], 2), ([*arrays][::2], 10)):
+            found = mfload.load(seed.url, "numpy", names=names, options=Options(peer=peer))
+            _same(found, arrays if names is None else {n: arrays[n] for n in names})
+            made, before = machine.calls["memcpyAsync"] - before, machine.calls["memcpyAsync"]
+            assert made == (copies if not gap else len(found))
+
+
+def test_parts_of_what_a_seed_holds(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and columns are copied by devices; steps and other dtypes pass through the host."""
+    arrays = {"x": np.arange(6000, dtype=np.float32).reshape(60, 10, 10)}
+    _land(monkeypatch)
+    with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+        with mfload.open(seed.url, "numpy", options=IPC) as opened:
+            part = opened.get_slice("x")
+            for index in (np.s_[5], np.s_[3:50], np.s_[:, 2:4], np.s_[7:9, 3:5], np.s_[4, 2:4]):
+                np.testing.assert_array_equal(part[index], arrays["x"][index], strict=True)
+            assert not _host_calls(machine)
+            for index in (np.s_[::2], np.s_[:, :, 3:5], [4, 1]):
+                np.testing.assert_array_equal(part[index], arrays["x"][index], strict=True)
+            del opened, part
+        found = mfload.load(seed.url, "numpy", dtype="float16", options=IPC)
+        np.testing.assert_array_equal(found["x"], arrays["x"].astype(np.float16), strict=True)
+        assert _host_calls(machine)
+
+
+def test_rows_on_no_boundary_are_copied(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels load several items at once: arrays begin on multiples of 256 bytes."""
+    arrays = {"x": np.arange(600, dtype=np.float32).reshape(6, 100)}
+    rows = _devices(arrays)
+    _land(monkeypatch)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        given: Any = {"framework": "numpy", "shardings": 0, "options": IPC}
+        for rank in range(6):
+            (found,) = mfload.load(seed.url, shard=(rank, 6), **given)["x"]
+            np.testing.assert_array_equal(found, arrays["x"][rank : rank + 1], strict=True)
+            inside = found.ctypes.data - rows[0].memory.address
+            assert (0 <= inside < 2400) == (rank * 400 % 256 == 0)
+        assert not _host_calls(machine)
+
+
+def test_shards_of_a_seed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lies on its device; readers of one have arrays over it, others copy of both."""
+    arrays = {"x": np.arange(60_000, dtype=np.int16).reshape(6, 10_000)}
+    boxes = [((0, 4), (0, 10_000)), ((4, 6), (0, 10_000))]
+    rows = [
+        OnDevice(arrays["x"][low:high], n).row("x")._replace(shape=(6, 10_000), box=boxes[n])
+        for n, ((low, high), _) in enumerate(boxes)
+    ]
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        for n, ((low, high), _) in enumerate(boxes):
+            _land(monkeypatch, n)
+            with mfload.open(seed.url, "numpy", options=IPC) as opened:
+                found = opened.get_slice("x")[low:high]
+            np.testing.assert_array_equal(found, arrays["x"][low:high], strict=True)
+            assert found.ctypes.data == rows[n].memory.address
+            del found, opened
+        assert not _host_calls(machine)
+        _same(mfload.load(seed.url, "numpy", options=IPC), arrays)
+
+
+def test_what_loaders_copy_into_their_own_arrays(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the parameters of a serving system: a lazy tensor is copied on the device."""
+    array = np.arange(6000, dtype=np.float32).reshape(60, 100)
+    _land(monkeypatch)
+    device: Any = discovery.find(0)
+    with mfload.publish(_devices({"x": array}), model="m", transports=("cuda_ipc",)) as seed:
+        ((_, lazy),) = mfload.stream(seed.url, "numpy", lazy=True, options=IPC)
+        for index in (np.s_[:], np.s_[20:40], np.s_[:, 30:60]):
+            part = np.ascontiguousarray(array[index])
+            memory = device.allocate(part.nbytes)
+            lazy[index].read(Lent(None, memory))
+            held = ctypes.string_at(memory.address, part.nbytes)
+            assert held == part.tobytes()
+        assert not _host_calls(machine)
+        del lazy
+
+
+def test_bytes_that_are_compared(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    """`verify=` sees them on the host."""
+    arrays = _arrays()
+    mfload.save(arrays, tmp_path / "x.safetensors", checksums=True)
+    _land(monkeypatch)
+    with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+        manifest = tmp_path / "x.safetensors.checksums.json"
+        found = mfload.load(seed.url, "numpy", options=IPC, verify=manifest)
+        _same(found, arrays)
+        assert _host_calls(machine)
+        assert not cuda_ipc.leases() or gc.collect() >= 0
+
+
+def test_weights_that_are_replaced_stay_for_their_readers(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until these let go of them; then the seed does."""
+    before, after = _arrays(), {name: each + 1 for name, each in _arrays().items()}
+    rows = _devices(before)
+    there = [row.memory.address for row in rows]
+    _land(monkeypatch)
+    seed = mfload.publish(rows, model="m", transports=("cuda_ipc",))
+    del rows
+    with seed:
+        old = mfload.load(seed.url, "numpy", options=IPC)
+        seed.update(_devices(after))
+        new = mfload.load(seed.url, "numpy", options=IPC)
+        gc.collect()
+        _same(old, before)
+        _same(new, after)
+        assert cuda_ipc.leases() == 2
+        del old
+        _until(lambda: cuda_ipc.leases() == 1)
+        _until(lambda: not any(machine.find(each, 1) is not None for each in there))
+    gc.collect()
+    _same(new, after)  # Also of a seed that is closed, in a process that goes on.
+    assert cuda_ipc.leases() == 1
+    del new
+    _until(lambda: not cuda_ipc.leases())
+
+
+def test_a_reader_that_is_killed(machine: Machine) -> None:
+    """The seed no longer keeps memory for it."""
+    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+        name = seed.manifest.ways["cuda_ipc"]["socket"]
+        code = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect('\\0' +"
+        code += " sys.argv[1]); s.recv(9); print(flush=True); time.sleep(60)"
+        command = [sys.executable, "-c", code, name]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            process.stdout.readline()
+            _until(lambda: cuda_ipc.leases() == 1)
+            process.kill()
+        _until(lambda: not cuda_ipc.leases())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forks_keep_no_lease(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither of the reader nor of the seed: the lease ends with its arrays, the fork goes on."""
+    _land(monkeypatch)
+    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+        found = mfload.load(seed.url, "numpy", options=IPC)
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        try:
+            assert cuda_ipc.leases() == 1
+            del found
+            _until(lambda: not cuda_ipc.leases())
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
+
+def test_a_seed_that_ends(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who has arrays in its memory is told."""
+    _land(monkeypatch)
+    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+        (lender,) = [each for each in cuda_ipc._lenders if each.name in str(seed.manifest.ways)]
+        found = mfload.load(seed.url, "numpy", options=IPC)
+        with caplog.at_level(logging.WARNING, "mfload.peer"):
+            for key in list(lender._selector.get_map().values()):
+                reader: Any = key.fileobj
+                if reader is not lender._listener:
+                    reader.shutdown(2)  # As the kernel does for a process that ends.
+            _until(lambda: "is gone" in caplog.text)
+        assert seed.address in caplog.text
+        del found
+
+
+def test_other_users(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are handed nothing, and trust no other user's process."""
+    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+        monkeypatch.setattr(memfd, "trusted", lambda _: False)
+        with pytest.raises(errors.SourceError, match="another user's"):
+            mfload.load(seed.url, "numpy", options=IPC)
+        asked = iter([True, False, True, False])
+        monkeypatch.setattr(memfd, "trusted", lambda _: next(asked))
+        with pytest.raises(errors.SourceError, match="hands nothing out"):
+            mfload.load(seed.url, "numpy", options=IPC)
+        assert not cuda_ipc.leases()
 
 
 def test_nixl_registers_device_memory_as_such(
@@ -332,3 +669,129 @@ def test_nixl_registers_device_memory_as_such(
     assert offered.given["devices"] == [1, -1]
     offered.close()
     assert registered == []
+
+
+@pytest.mark.parametrize("devices", [["cuda:0"], ["cuda:0", "cuda:1"]])
+def test_a_checkpoint_that_is_served_from_devices(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, devices: list[str]
+) -> None:
+    """Whole on one, or a chunk of each first dim on several; readers have arrays over both."""
+    arrays = {**_arrays(), "alone": np.array(7.0), "none": np.zeros((0, 3), np.int8)}
+    mfload.save(arrays, tmp_path / "x.safetensors", metadata={"a": "b"})
+    held, metadata = serve.stored(tmp_path / "x.safetensors", devices=devices)
+    assert metadata == {"a": "b"}
+    assert {each.memory.number for each in held} == set(range(len(devices)))
+    locked = machine.calls["hostRegister"]
+    with mfload.publish(held, model="m", transports=("cuda_ipc", "http")) as seed:
+        assert seed.copied_bytes == 0
+        _same(mfload.load(seed.url, "numpy"), arrays)  # Over HTTP.
+        _land(monkeypatch, 0)
+        found = mfload.load(seed.url, "numpy", names=["t19"], options=IPC)["t19"]
+        np.testing.assert_array_equal(found, arrays["t19"])
+        if len(devices) == 1:
+            assert machine.calls["hostRegister"] == locked
+        count = len(devices)
+        given: Any = {"framework": "numpy", "shardings": 0, "options": IPC, "names": ["t19", "t8"]}
+        for rank in range(count):
+            _land(monkeypatch, rank)
+            report = Report()
+            shards = mfload.load(seed.url, shard=(rank, count), report=report, **given)
+            for name in ("t19", "t8"):
+                size = -(-arrays[name].size // count)
+                expected = arrays[name][rank * size : (rank + 1) * size]
+                np.testing.assert_array_equal(shards[name][0], expected, strict=True)
+            assert report.mapped_bytes == report.result_bytes
+            del shards
+        del found
+
+
+def test_what_no_gpu_serves() -> None:
+    """The host is asked for by no device."""
+    with pytest.raises(errors.DeviceError, match="weights are served from a GPU"):
+        serve.stored("x.safetensors", devices=["cpu"])
+
+
+def test_a_server_waits_for_those_that_have_its_memory(machine: Machine) -> None:
+    """It no longer listens, and ends when they let go."""
+    said: list[str] = []
+    left = iter([2, 2, 1, 0])
+    seed = mfload.publish({"x": np.ones(3)}, model="m")
+    with serve.told(seed, said.append, lambda: next(left)):
+        pass
+    assert not seed.open
+    assert said[-1].startswith("waits for 2 readers, whose arrays lie here")
+    assert not [*left]
+
+
+@pytest.mark.parametrize("transports", [None, "http", "cuda_ipc"])
+def test_the_command(
+    machine: Machine,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    capsys: pytest.CaptureFixture[str],
+    transports: str | None,
+) -> None:
+    """`mfload serve --device` offers it, unless others are named."""
+    arrays, path = _arrays(), str(tmp_path / "x.safetensors")
+    mfload.save(arrays, path)
+    _land(monkeypatch)
+    reports = [Report(), Report()]
+
+    def run(server: Any, started: Any) -> None:
+        with server:
+            started()
+            url = capsys.readouterr().out.strip()
+            for names, report in zip(("cuda_ipc", "http"), reports, strict=True):
+                peer = PeerOptions(transports=(names,))
+                with contextlib.suppress(errors.SourceError):
+                    found = mfload.load(url, "numpy", options=Options(peer=peer), report=report)
+                    _same(found, arrays)
+                    del found
+
+    monkeypatch.setattr(serve, "run", run)
+    given = {"device": "cuda:0", "transports": transports}
+    commands.serve(path=path, model="m", **given)
+    routes = [report.route[0][1] if report.route else None for report in reports]
+    offered = ("cuda_ipc", "http") if transports is None else (transports,)
+    engines = {"cuda_ipc": "peer-cuda_ipc", "http": "pinned"}
+    assert routes == [engines[n] if n in offered else None for n in ("cuda_ipc", "http")]
+
+
+def test_plans_and_streams(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan says that nothing is read or held; a stream has arrays in the seed's memory, too."""
+    arrays = _arrays()
+    rows = _devices(arrays)
+    there = _addresses(rows)
+    _land(monkeypatch)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        plan = mfload.plan(seed.url, "numpy", options=IPC)
+        assert plan.read_bytes == plan.copied_bytes == plan.device_overhead_bytes == 0
+        assert plan.plan.mapped_bytes == sum(each.nbytes for each in arrays.values())
+        assert "arrays lie in its memory" in plan.route[0].why
+        del plan
+        found = dict(mfload.stream(seed.url, "numpy", options=IPC))
+        assert {name: each.ctypes.data for name, each in found.items()} == there
+        _same(found, arrays)
+        assert not _host_calls(machine)
+        del found
+
+
+def test_weights_that_change_while_they_are_taken(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All or nothing, as of every seed."""
+    arrays = _arrays()
+    _land(monkeypatch)
+    for copy in (False, True):
+        with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+            real = cuda_ipc.CudaIpcWay.open
+
+            def opened(way: Any, seed: Any = seed, real: Any = real) -> None:
+                real(way)
+                seed.update(_devices(arrays))
+
+            monkeypatch.setattr(cuda_ipc.CudaIpcWay, "open", opened)
+            options = Options(peer=PeerOptions(transports=("cuda_ipc",), copy=copy))
+            with pytest.raises(errors.SourceChangedError):
+                mfload.load(seed.url, "numpy", options=options)
+            monkeypatch.setattr(cuda_ipc.CudaIpcWay, "open", real)

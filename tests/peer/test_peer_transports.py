@@ -6,7 +6,6 @@ import ctypes
 import http.client
 import json
 import os
-import queue
 import subprocess
 import sys
 import threading
@@ -18,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agents import Agent, agents as agents
 from launching import free_port
+from nccl import Nccl, Place, Tensor, ranks as ranks
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
-from mfload.frameworks import private_api
 from mfload.peer import collective, nixl, transports
 from mfload.peer.data import Data, Spans, cut, hasher
 from mfload.peer.manifest import BLOCK
@@ -245,81 +245,6 @@ def test_they_need_the_token_too(echo: Echo, tmp_path: Path) -> None:
 # NIXL, without it
 
 
-class Agent:
-    """As much of NIXL's agent as is used, for agents of one process.
-
-    Attributes:
-        state: What transfers end as; "PROC" for such as never end.
-    """
-
-    state = "DONE"
-    known: dict[str, Agent] = {}  # noqa: RUF012
-
-    def __init__(self, name: str, config: Any) -> None:
-        assert config == {"enable_prog_thread": False, "backends": [], "sync_mode": 1}
-        self.name, self.spans, self.pumped = name, [(0, 0)], 0
-        Agent.known[name] = self
-
-    def create_backend(self, name: str, given: dict[str, str]) -> None:
-        assert (name, given["engine_config"]) == ("UCX", "TLS=^tcp")
-
-    def register_memory(self, rows: Any, kind: str) -> Any:
-        assert kind == "DRAM"
-        self.spans += [(address, nbytes) for address, nbytes, _, _ in rows]
-        return rows
-
-    def deregister_memory(self, rows: Any) -> None:
-        for address, nbytes, _, _ in rows:
-            self.spans.remove((address, nbytes))
-
-    def get_agent_metadata(self) -> bytes:
-        return self.name.encode()
-
-    def add_remote_agent(self, metadata: bytes) -> str:
-        return Agent.known[metadata.decode()].name
-
-    def remove_remote_agent(self, name: str) -> None:
-        assert name in Agent.known
-
-    def get_new_notifs(self) -> None:
-        self.pumped += 1
-
-    def get_xfer_descs(self, rows: Any, kind: str) -> Any:
-        assert kind == "DRAM"
-        return rows
-
-    def initialize_xfer(self, what: str, mine: Any, theirs: Any, peer: str) -> Any:
-        assert what == "READ"
-        for rows, agent in ((mine, self), (theirs, Agent.known[peer])):
-            for start, nbytes, _ in rows:
-                assert any(at <= start and start + nbytes <= at + n for at, n in agent.spans)
-        return SimpleNamespace(rows=list(zip(mine, theirs, strict=True)), release=lambda: None)
-
-    def transfer(self, handle: Any) -> str:
-        if Agent.state == "raise":
-            raise KeyError("NIXL_ERR_BACKEND")
-        return "PROC"
-
-    def check_xfer_state(self, handle: Any) -> str:
-        if Agent.state == "DONE":
-            for (target, nbytes, _), (start, _, _) in handle.rows:
-                ctypes.memmove(target, start, nbytes)
-        return Agent.state
-
-
-@pytest.fixture
-def agents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package nixl_cu13 of fakes."""
-    api: Any = ModuleType("nixl_cu13._api")
-    api.nixl_agent, api.nixl_agent_config = Agent, lambda **given: given
-    api.nixl_thread_sync_t = SimpleNamespace(NIXL_THREAD_SYNC_STRICT=1)
-    api.logger = SimpleNamespace(setLevel=lambda level: None)
-    monkeypatch.setitem(sys.modules, "nixl_cu13", ModuleType("nixl_cu13"))
-    monkeypatch.setitem(sys.modules, "nixl_cu13._api", api)
-    monkeypatch.setattr(Agent, "known", {})
-    monkeypatch.setattr(nixl, "_kept", [])
-
-
 @pytest.mark.usefixtures("agents")
 def test_nixl_reads_what_is_registered() -> None:
     """And lets go of it in the end."""
@@ -329,7 +254,7 @@ def test_nixl_reads_what_is_registered() -> None:
         serving = next(iter(Agent.known.values()))
         assert serving.pumped
         assert report.route[0][1] == "peer-nixl"
-    assert serving.spans == [(0, 0)]
+    assert serving.spans == []
     assert nixl._kept == []  # pyright: ignore[reportPrivateUsage]
 
 
@@ -457,78 +382,6 @@ def test_two_processes_of_gloo(tmp_path: Path) -> None:
     assert seconds < 2
 
 
-class Tensor:
-    """As much of PyTorch's as is used."""
-
-    def __init__(self, array: Any, place: Any = "cpu") -> None:
-        self.array, self.place = array, place
-
-    def to(self, place: Any) -> Tensor:
-        return Tensor(self.array.copy(), place)
-
-    cpu = numpy = lambda self: self.array if self.place == "cpu" else Tensor(self.array)
-
-
-class Nccl:
-    """A group of NCCL's for two sides of one process; this one joins it for one of them."""
-
-    there: dict[str, list[queue.Queue[Any]]] = {}  # noqa: RUF012
-    places: list[Any] = []  # noqa: RUF012
-
-    def __init__(self, place: Any, ranks: Any, name: str, timeout: Any) -> None:
-        self.mine = int(threading.current_thread() is threading.main_thread())
-        self.queues = self.there.setdefault(name, [queue.Queue(), queue.Queue()])
-        self.places.append((place, ranks))
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
-        self.queues[rank].put(tensors[0].array)
-        return SimpleNamespace(wait=lambda timeout: None)
-
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Any:
-        assert (rank, tag, tensors[0].place) == (1 - self.mine, 0, ("cuda", 3))
-
-        def wait(timeout: Any) -> None:
-            try:
-                tensors[0].array[:] = self.queues[self.mine].get(timeout=timeout.total_seconds())
-            except queue.Empty:
-                raise RuntimeError("timed out") from None
-
-        return SimpleNamespace(wait=wait)
-
-
-@pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """PyTorch with a process group of NCCL's; the list has the rank that this process has."""
-    rank = [0]
-    torch: Any = ModuleType("torch")
-    torch.distributed = SimpleNamespace(
-        is_available=lambda: True,
-        is_initialized=lambda: True,
-        get_rank=lambda: rank[0],
-        get_world_size=lambda: 2,
-        get_backend=lambda: "nccl",
-    )
-    torch.cuda = SimpleNamespace(current_device=lambda: 3)
-    torch.device = lambda kind, number: (kind, number)
-    torch.uint8 = np.uint8
-    torch.from_numpy = Tensor
-    torch.empty = lambda size, dtype, device: Tensor(np.empty(size, dtype), device)
-    keys: set[str] = set()
-    store = SimpleNamespace(
-        set=lambda key, _: keys.add(key),
-        check=lambda given: keys.issuperset(given),
-        delete_key=keys.discard,
-    )
-    monkeypatch.setitem(sys.modules, "torch", torch)
-    monkeypatch.setattr(private_api, "torch_store", lambda: store)
-    monkeypatch.setattr(private_api, "torch_device_group", Nccl)
-    monkeypatch.setattr(Nccl, "there", {})
-    monkeypatch.setattr(Nccl, "places", [])
-    monkeypatch.setattr(collective, "_kept", [])
-    return rank
-
-
 def test_nccl_over_a_fake(ranks: list[int]) -> None:
     """Through the device that each side had when it began, which its threads have not."""
     report = Report()
@@ -536,7 +389,7 @@ def test_nccl_over_a_fake(ranks: list[int]) -> None:
         ranks[0] = 1
         _same(mfload.load(seed.url, "numpy", options=_options("collective"), report=report))
         assert "(nccl): the seed is disturbed" in report.route[0][2]
-        assert Nccl.places == [(("cuda", 3), (0, 1))] * 2
+        assert Nccl.places == [(Place("cuda", 3), (0, 1))] * 2
         ranks[0] = 0
         with pytest.raises(errors.SourceError, match="no other process of the group"):
             mfload.load(seed.url, "numpy", options=_options("collective"))

@@ -330,7 +330,7 @@ def peers(here: World, first: str, second: str) -> dict[str, Any]:
     return here.peers(SPECS[first], SPECS[second], f"{first}-{second}")
 
 
-def main() -> None:
+def main(cases: dict[str, Any]) -> None:
     rank, count, port = map(int, sys.argv[1:4])
     addresses = [f"127.0.0.1:{port + 1 + n}" for n in range(count)]
     os.environ |= {
@@ -344,8 +344,8 @@ def main() -> None:
     if count > 1:
         dist.init_parallel_env()
     here = World(rank, count, Path(sys.argv[4]))
-    world.play(here, globals())
+    world.play(here, cases)
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

@@ -153,7 +153,7 @@ def peers(here: World, first: str, second: str) -> dict[str, Any]:
     return here.peers(SPECS[first], SPECS[second], f"{first}-{second}")
 
 
-def main() -> None:
+def main(cases: dict[str, Any]) -> None:
     rank, count = map(int, sys.argv[1:3])
     directory = Path(sys.argv[4])
     os.environ |= {
@@ -163,8 +163,8 @@ def main() -> None:
         "DTENSOR_JOBS": (directory / "ports").read_text(),
     }
     here = World(rank, count, directory)
-    world.play(here, globals())
+    world.play(here, cases)
 
 
 if __name__ == "__main__":
-    main()
+    main(globals())

@@ -14,14 +14,19 @@ from world import every_dtype, model
 SCRIPT = Path(__file__).with_name("tensorflow_cases.py")
 
 
+def ports(directory: Path, count: int) -> None:
+    """Gives each client a port of its own."""
+    found: set[int] = set()
+    while len(found) < count:
+        found.add(launching.free_port())
+    (directory / "ports").write_text(",".join(f"127.0.0.1:{port}" for port in sorted(found)))
+
+
 def launch(
     directory: Path, names: Sequence[str], *, count: int, seconds: float
 ) -> list[launching.Ended]:
-    """Runs cases in `count` clients, each with a port of its own."""
-    ports: set[int] = set()
-    while len(ports) < count:
-        ports.add(launching.free_port())
-    (directory / "ports").write_text(",".join(f"127.0.0.1:{port}" for port in sorted(ports)))
+    """Runs cases in `count` clients."""
+    ports(directory, count)
     return launching.launch(directory, names, count=count, seconds=seconds, script=SCRIPT)
 
 
