@@ -19,7 +19,7 @@ from devices.fake import FakeDevice, span
 from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 
-_PATIENCE, _START = 0.3, 5.0
+_PATIENCE, _START = 3.0, 10.0
 """Seconds after which a thread that is there is not waited for, since it waits for another; and one
 that has not come yet."""
 
@@ -78,7 +78,7 @@ class Clock:
                     self.stuck += late
                     self._move()
                 else:
-                    self._turn.wait(_PATIENCE / 3)
+                    self._turn.wait(0.1)
             del self._ends[me]
             self._moved = time.monotonic()
 

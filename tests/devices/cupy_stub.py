@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -153,8 +154,10 @@ class Machine:
 
     def assert_clean(self) -> None:
         KITS.give_back()
-        if any(self._left().values()):  # A look at all objects takes as long as many a test.
-            gc.collect()
+        until = time.monotonic() + 5  # Another thread may be giving memory back.
+        while any(self._left().values()) and time.monotonic() < until:
+            gc.collect()  # A look at all objects takes as long as many a test.
+            time.sleep(0.01)
         assert not self.misuse, self.misuse
         assert not any(self._left().values()), self._left()
         assert self.lost or not self.queues.busy(), "work that nobody waited for"
