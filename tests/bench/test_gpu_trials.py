@@ -305,7 +305,10 @@ def test_a_question_is_answered_by_no(monkeypatch: pytest.MonkeyPatch, tmp_path:
             "- `x`: no: INTERNAL" if kind == gpu_trials.QUESTION else "- `x`: **fail**"
         )
     assert not trials.run({"kind": kind, "names": ["x"], "abreast": 1}, Budget(1))
-    assert [each["status"] for each in noted] == ["no", "fail"]
+    monkeypatch.setattr(gpu_trials, "ask", lambda *_: ("timeout", "late"))
+    assert not trials.run({"kind": kind, "names": ["x"], "abreast": 1}, Budget(60))
+    assert trials.run({"kind": kind, "names": ["y"], "abreast": 1}, Budget(600))
+    assert [each["status"] for each in noted] == ["no", "fail", "timeout"]
 
 
 def test_every_test_that_needs_a_gpu_is_among_them() -> None:
