@@ -98,7 +98,7 @@ def _loads(device: str, cores: int) -> list[Step]:
     ways = [
         Way(framework, allocator)
         for framework in frameworks(device)
-        for allocator in ("auto", *landings(framework))
+        for allocator in dict.fromkeys(("auto", *landings(framework)))
     ]
     groups = [[way.name, way._replace(again=1).name] for way in ways]
     # The plainest first, so that there is something to compare when the time is up.
