@@ -207,7 +207,7 @@ def names(frameworks: list[str], engines: tuple[str, ...], *, gpu: bool) -> list
             found += [f"alignment/{framework}/{allocator}" for allocator in known]
             found.append(f"conversion/{framework}")
     if "jax" in frameworks:
-        found += ["donation/framework", "donation/mfload", "mesh"]
+        found += ["donation/auto", "donation/framework", "donation/mfload", "mesh"]
     if "torch" in frameworks and gpu:
         found.append("several/torch")
     return found

@@ -18,7 +18,7 @@ from mfload import dtypes, frameworks
 
 def landings(framework: str) -> tuple[str, ...]:
     """What is asked for as `allocator=`."""
-    return ("mfload",) if framework == "numpy" else ("mfload", "framework")
+    return ("mfload",) if framework == "numpy" else ("auto", "mfload", "framework")
 
 
 class SkipError(Exception):

@@ -36,10 +36,11 @@ def device() -> CupyDevice:
     """A device of which every call succeeds at once."""
     numbers = {
         "memcpyDefault": 4, "streamNonBlocking": 1, "eventBlockingSync": 1,
-        "eventDisableTiming": 2, "cudaDevAttrMaxPitch": 11,
+        "eventDisableTiming": 2, "cudaDevAttrMaxPitch": 11, "cudaDevAttrIntegrated": 18,
+        "cudaDevAttrCanUseHostPointerForRegisteredMem": 91,
     }  # fmt: skip
     answers = {
-        "deviceGetPCIBusId": "0000:00:00.0", "deviceGetAttribute": 1 << 31, "eventQuery": 0,
+        "deviceGetPCIBusId": "0000:00:00.0", "eventQuery": 0,
         "eventCreateWithFlags": 1, "streamCreateWithFlags": 1, "memGetInfo": (1 << 40, 1 << 40),
     }  # fmt: skip
     places = itertools.count(1 << 40, 1 << 36)
@@ -49,6 +50,7 @@ def device() -> CupyDevice:
         "streamDestroy", "memcpyAsync", "memcpy2DAsync", "hostRegister", "hostUnregister", "free",
     ):  # fmt: skip
         setattr(runtime, name, _saying(answers.get(name)))
+    runtime.deviceGetAttribute = lambda kind, _: 1 << 31 if kind == 11 else 0
     runtime.malloc = lambda _nbytes: next(places)
     # A function in C that says 0, as the driver's do where all is well.
     zero = ctypes.pythonapi.PyErr_CheckSignals

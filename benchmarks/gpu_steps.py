@@ -98,7 +98,7 @@ def _loads(device: str, cores: int) -> list[Step]:
     ways = [
         Way(framework, allocator)
         for framework in frameworks(device)
-        for allocator in ("auto", *landings(framework))
+        for allocator in dict.fromkeys(("auto", *landings(framework)))
     ]
     groups = [[way.name, way._replace(again=1).name] for way in ways]
     # The plainest first, so that there is something to compare when the time is up.
@@ -108,8 +108,9 @@ def _loads(device: str, cores: int) -> list[Step]:
     ceilings = [[PEAK], [cached(_counts(cores, 8, 4, 2)[0])]]
     return [
         Step(3, WARM, [*ceilings, *first], 2),
+        Step(3, MANY, [[PEAK], *first], 1, "many"),
         Step(3, WARM, [*ceilings, *first, *rest], 3),
-        Step(3, MANY, [[PEAK], *first], 2, "many"),
+        Step(3, MANY, [[PEAK], *first], 3, "many"),
         Step(3, WARM, [*ceilings, *first, *rest], 7),
         Step(3, MANY, [[PEAK], *first], 7, "many"),
     ]

@@ -139,6 +139,8 @@ class Trials:
             else:
                 trial = [sys.executable, "-P", "-m", "benchmarks.gpu_trial"]
                 status, said = ask([*trial, name, self.device, folder], self._env(), timeout)
+        if status == "timeout" and timeout < _LONGEST:
+            return None  # There was no time for it.
         said = said.replace(f"{folder}/", "")  # What is kept names no path of the machine.
         if kind == QUESTION and status == "fail":
             status = "no"

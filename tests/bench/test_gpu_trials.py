@@ -273,7 +273,7 @@ def test_every_trial_is_there(device: str) -> None:
     assert {name.split("/")[0] for name in names} <= known
     if device != "cpu":
         assert {name.split("/")[0] for name in names} == known
-        assert "streams/jax/framework" in names
+        assert {f"streams/jax/{each}" for each in ("auto", "mfload", "framework")} < {*names}
         assert "suite/tests/devices" in names
         assert groups[1][0]["names"] == ["busy-mmap", "dropped", "lazy"]
 
@@ -305,7 +305,10 @@ def test_a_question_is_answered_by_no(monkeypatch: pytest.MonkeyPatch, tmp_path:
             "- `x`: no: INTERNAL" if kind == gpu_trials.QUESTION else "- `x`: **fail**"
         )
     assert not trials.run({"kind": kind, "names": ["x"], "abreast": 1}, Budget(1))
-    assert [each["status"] for each in noted] == ["no", "fail"]
+    monkeypatch.setattr(gpu_trials, "ask", lambda *_: ("timeout", "late"))
+    assert not trials.run({"kind": kind, "names": ["x"], "abreast": 1}, Budget(60))
+    assert trials.run({"kind": kind, "names": ["y"], "abreast": 1}, Budget(600))
+    assert [each["status"] for each in noted] == ["no", "fail", "timeout"]
 
 
 def test_every_test_that_needs_a_gpu_is_among_them() -> None:
