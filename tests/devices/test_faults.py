@@ -261,7 +261,8 @@ def test_what_the_rest_of_a_model_keeps(tmp_path: Path, data: st.DataObject) -> 
     kept = {name: found[name] for name in left}
     del found
     held = sum(device.memory.values())
-    assert held <= sum(max(most, array.nbytes) + 256 for array in kept.values())
+    page = 4096  # May come on top, as `layout.BUFFER` says.
+    assert held <= sum(max(most, array.nbytes) + page for array in kept.values())
     samples.assert_same(kept, {name: model[name] for name in left})
     del kept
     device.assert_clean()
