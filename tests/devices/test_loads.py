@@ -26,7 +26,7 @@ from mfload import errors
 from mfload.cuda import memory, numa, staging
 from mfload.cuda.engine import DeviceWorker
 from mfload.cuda.memory import DeviceBuffer
-from mfload.cuda.staging import PinnedSlot, Ring
+from mfload.cuda.staging import Kits, PinnedSlot, Ring
 from mfload.formats import checkpoint
 from mfload.frameworks import base
 from mfload.frameworks.base import Pool
@@ -583,6 +583,7 @@ class TestTheSuiteSees:
             self._readers.close()
             self._copier.close()
 
+        monkeypatch.setattr(Kits, "give", lambda *_: None)
         monkeypatch.setattr(Ring, "drain", drain)
         monkeypatch.setattr(DeviceWorker, "close", close)
         self._caught(path, monkeypatch)
