@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,10 +222,13 @@ class Pooled(arrays.Arrays):
         yield
         self.note("settled")
 
-    def allocate(self, number: int, nbytes: int) -> DeviceBuffer:
-        self.note("allocate")
-        held = np.full(nbytes + 256, 0xA5, np.uint8)[256:]
-        return base.memory_at(held, held.ctypes.data, nbytes, self.devices[number])
+    def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        def allocate(nbytes: int) -> DeviceBuffer:
+            self.note("allocate")
+            held = np.full(nbytes + 256, 0xA5, np.uint8)[256:]
+            return base.memory_at(held, held.ctypes.data, nbytes, self.devices[number])
+
+        return allocate
 
 
 @pytest.mark.parametrize("timeout", [None, 60])
