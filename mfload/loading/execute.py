@@ -144,7 +144,7 @@ def run(
         rounds.append([(mapped, partial(_show, memory, observer), threads)])
     for pools in rounds:
         some, work, _ = pools[0]
-        here = Share(deque(some), bool, bool)  # bool(): never stopped, reports nothing.
+        here = Share(deque(some), bool)  # bool(): never stopped.
         engine = Engine(pools, recorder, start, trial) if threads else None
         try:
             if engine is None:

@@ -165,6 +165,7 @@ def test_calls_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mfload.load(model, framework="numpy", options=mfload.Options(threads=2))
     blocks = machine.calls["memcpyAsync"]
     assert blocks > 30
-    assert machine.calls["eventRecord"] == machine.calls["eventCreateWithFlags"] == blocks
+    assert machine.calls["eventRecord"] == blocks
+    assert machine.calls["eventCreateWithFlags"] <= 2 * staging.DEPTH  # One for each slot.
     assert machine.calls["eventSynchronize"] <= blocks
     assert drives["cuCtxPushCurrent_v2"] < blocks / 2
