@@ -82,7 +82,7 @@ class Copier:
         whole = left = spare
         narrow, there = 1 if spare is None else _NARROW, isinstance(landed, DeviceBuffer)
         firsts, replicas = (block.segments, ()) if there else self._shared_out(block)
-        for segment in _joined(firsts):
+        for segment in joined(firsts):
             target, copy = self._memory[segment.buffer], segment.copy
             first = start + segment.offset - block.offset
             if not isinstance(target, DeviceBuffer):
@@ -168,7 +168,7 @@ class Copier:
         self._streams.clear()
 
 
-def _joined(segments: Sequence[Segment]) -> Sequence[Segment]:
+def joined(segments: Sequence[Segment]) -> Sequence[Segment]:
     """Segments, of which those that lie side by side both in the file and in memory are one.
 
     Many small tensors are one copy: each would take as long as one of a whole block.

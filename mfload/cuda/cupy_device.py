@@ -55,8 +55,8 @@ class CupyDevice:
         self.place: tuple[int, int] = (CUDA, number)
         self.runtime = cupy.cuda.runtime
         self.driver, self.brief = driver, True
-        self._memcpy = driver.cuMemcpyAsync
-        self._memcpy.argtypes = _U64, _U64, ctypes.c_size_t, ctypes.c_void_p
+        self.memcpy = driver.cuMemcpyAsync
+        self.memcpy.argtypes = _U64, _U64, ctypes.c_size_t, ctypes.c_void_p
         self.context = ctypes.c_void_p()
         self.drive("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), number)
         # CUDA writes "0000:3B:00.0".
@@ -130,10 +130,10 @@ class CupyDevice:
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Begins to copy contiguous bytes, from what is not pageable; keeps the GIL."""
         if getattr(_here, "device", None) is self:
-            status = self._memcpy(target, source, nbytes, stream)
+            status = self.memcpy(target, source, nbytes, stream)
         else:
             with _Current(self):
-                status = self._memcpy(target, source, nbytes, stream)
+                status = self.memcpy(target, source, nbytes, stream)
         if status:
             raise self.told("memcpyAsync", status)
 

@@ -7,10 +7,12 @@ nothing that it may still write to is freed.
 from __future__ import annotations
 
 import collections
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mfload.errors import MfloadError, counted
@@ -26,9 +28,11 @@ if TYPE_CHECKING:
     from mfload.io.trial import Trial
     from mfload.timeline import Recorder, Track
 
-# How often the loading thread looks what came and whether the time is up, in seconds. No block wakes
-# it: its reader would give up the interpreter lock for that, and wait until it has it back.
+# How often the loading thread looks what came and whether the time is up, in seconds.
 _TICK = 0.02
+# Blocks wake it only if somebody wants to know of them, when so many bytes are new, and no more than
+# this part of all: a reader that does so gives up the interpreter and waits to have it back.
+_REPORTED_BYTES, _REPORTS = 1 << 20, 256
 # How long a cancelled load waits for reads under way; a hung disk may block them forever.
 _GRACE = 5.0
 
@@ -50,7 +54,8 @@ class Share:
     """The blocks that one thread takes, by iteration, and how much of them is in place.
 
     `block` is the current one, for the error that names it; `blocks` and `nbytes` are those in
-    place, for the loading thread to look at. `track` records the thread's spans. No
+    place, for the loading thread to look at; `tell` wakes it when `step` bytes more are in place.
+    `track` records the thread's spans. No
     block is begun after the load was `stopped`, or the thread `retired`. `memory` returns when the
     buffers of the load are there; it raises if it was given up.
     """
@@ -62,12 +67,16 @@ class Share:
         track: Track | None = None,
         retired: Callable[[], bool] = bool,
         memory: Callable[[], object] = bool,
+        tell: Callable[[None], object] = bool,
+        step: float = math.inf,
     ) -> None:
         self.block: Block | None = None
         self.track, self._retired = track, retired
         self.stopped, self.memory = stopped, memory
         self._waiting = waiting
         self.blocks = self.nbytes = 0
+        self._tell, self._step = tell, step
+        self._next = step
 
     def __iter__(self) -> Iterator[Block]:
         while not self.stopped() and not self._retired():
@@ -82,6 +91,9 @@ class Share:
         """Counts a block that is in place, or a part of one, of which the last one ends it."""
         self.blocks += last
         self.nbytes += block.nbytes if block.decode is None else block.filled
+        if self.nbytes >= self._next:
+            self._next = self.nbytes + self._step
+            self._tell(None)
 
 
 Pool = tuple[Sequence[Block], Callable[[Share], None], int]
@@ -126,7 +138,8 @@ class Engine:
         self._error: BaseException | None = None
         self._stop, self._memory = threading.Event(), threading.Event()
         self._allocate: Callable[[], object] | None = None
-        self._ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._step = math.inf
         self._start_thread = start or threads.new
         self._threads: list[Running] = []
         self._shares: list[Share] = []
@@ -147,6 +160,9 @@ class Engine:
 
         blocks = [block for crowd in self._crowds for block in crowd.blocks]
         left, came = len(blocks), 0
+        if advance is not None or self._trial is not None:
+            total = sum(map(attrgetter("nbytes"), blocks))
+            self._step = max(_REPORTED_BYTES, total // _REPORTS)
         last, self._allocate = time.monotonic(), allocate
         try:
             if self._trial is not None:
@@ -155,7 +171,7 @@ class Engine:
             self._make_memory()
             while left:
                 with suppress(queue.Empty):
-                    self._ended.get(timeout=max(0.0, min(_TICK, deadline.left())))
+                    self._news.get(timeout=max(0.0, min(_TICK, deadline.left())))
                 if self._error is not None:
                     raise self._error
                 shares = [*self._shares]
@@ -213,7 +229,8 @@ class Engine:
     def _work(self, crowd: _Crowd, number: int) -> None:
         retired = bool if self._trial is None else lambda: number >= self._wanted(crowd)
         memory = partial(_wait_for_memory, self._memory, self._stop)
-        share = Share(crowd.waiting, self._stop.is_set, None, retired, memory)
+        news = self._news.put, self._step
+        share = Share(crowd.waiting, self._stop.is_set, None, retired, memory, *news)
         self._shares.append(share)
         if self._recorder is not None:
             share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
@@ -227,7 +244,7 @@ class Engine:
         finally:
             crowd.live.discard(number)
             if self._error is not None or not any(each.live for each in self._crowds):
-                self._ended.put(None)
+                self._news.put(None)
 
 
 def _wait_for_memory(there: threading.Event, stop: threading.Event) -> None:

@@ -93,7 +93,7 @@ def test_what_is_given_on_before_its_room_is_taken_has_left_it() -> None:
 def test_what_lies_side_by_side_is_one_copy() -> None:
     """In the file, in memory and in one buffer, without a copy of its own."""
     rows = Copy((2,), (3,), 0, np.dtype("u1"), np.dtype("u1"))
-    found = copies._joined(
+    found = copies.joined(
         [
             Segment(10, 5, 0, 100), Segment(15, 5, 0, 105), Segment(20, 0, 0, 110),
             Segment(20, 4, 0, 110), Segment(25, 1, 0, 114), Segment(26, 1, 0, 116),

@@ -270,8 +270,8 @@ def test_copies_from_pageable_memory_give_up_the_lock(
 ) -> None:
     """They take as long as to read it; those of page-locked memory return at once."""
     kept, target, stage = [], device.allocate(5000), buffers.allocate(5000)
-    real = device._memcpy
-    monkeypatch.setattr(device, "_memcpy", lambda *args: kept.append(args) or real(*args))
+    real = device.memcpy
+    monkeypatch.setattr(device, "memcpy", lambda *args: kept.append(args) or real(*args))
     with pinned(device, 100) as locked, streams(device) as stream:
         stream.copy_in(target, 0, locked, flat(100))
         assert len(kept) == 1
