@@ -24,7 +24,7 @@ from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
 
-SLOT = 16 << 20
+SLOT = 8 << 20
 """Bytes of a file that a slot holds, at most."""
 DEPTH = 2
 """Slots a thread."""
