@@ -24,7 +24,7 @@ from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
 
-SLOT = 16 << 20
+SLOT = 8 << 20
 """Bytes of a file that a slot holds, at most."""
 DEPTH = 2
 """Slots a thread."""
@@ -349,23 +349,26 @@ class Ring:
     def _end_oldest(self, *, wait: bool) -> bool:
         """Frees the slot in use for longest if its copies are over, or waits until they are."""
         slot, events, block, begun = self._busy[0]
-        at_hand, self._share.block = self._share.block, block
-        track = self._share.track
+        share, track = self._share, self._share.track
+        at_hand, share.block = share.block, block
         if wait:
             waited = time.perf_counter()
             for event in events:
                 event.wait()
             if track is not None:
                 track.add("wait", waited, 0, block.source)
-        over = wait or all(event.done() for event in events)
-        self._share.block = at_hand
-        if over:
-            self._busy.popleft()
-            self._free.append(slot)
-            if track is not None and events:  # It was over at some time until now.
-                track.beside.add("copy", begun, block.wanted, block.source)
-            self._share.done(block)
-        return over
+        else:
+            for event in events:
+                if not event.done():
+                    share.block = at_hand
+                    return False
+        share.block = at_hand
+        self._busy.popleft()
+        self._free.append(slot)
+        if track is not None and events:  # It was over at some time until now.
+            track.beside.add("copy", begun, block.wanted, block.source)
+        share.done(block)
+        return True
 
     def close(self) -> None:
         """Closes the slots, also if Ctrl-C cut it short before; no copy out of any is under way."""
