@@ -132,10 +132,13 @@ class OnDevice:
         return self._place
 
 
-def importer(device: Any, there: Device | None = None) -> Callable[[View], Any]:
-    """What makes arrays on a `jax.Device` over views of its memory; `there` is it, if not a CPU."""
+def importer(device: Any, there: Device | None = None) -> Callable[..., Any]:
+    """What makes arrays on a `jax.Device` over views of its memory; `there` is it, if not a CPU.
 
-    def publicly(view: View) -> Any:
+    For each it takes a view, and may be given `Capsules` that many views share.
+    """
+
+    def publicly(view: View, _: object = None) -> Any:
         with undisturbed():
             return jax.dlpack.from_dlpack(OnDevice(view, device))
 

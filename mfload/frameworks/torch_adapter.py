@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import torch
 from torch.utils import dlpack
 
 from mfload import errors
-from mfload.dlpack import View, capsule
+from mfload.dlpack import Capsules, View, Views, capsule
 from mfload.dtypes import NO_INFINITY, TABLE
 from mfload.frameworks import base, private_api, torch_memory
 from mfload.frameworks.traits import TRAITS
@@ -85,14 +87,14 @@ class TorchAdapter(base.Adapter):
         self.on_host = place.type == "cpu"
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        make = self._made if self.devices else _tensor
-        tensors = [make(view) for view in views]
+        export = Capsules()
+        if type(views) is Views and all(map(_is_lent, views.memory)):
+            tensors = _in_columns(views)
+        else:
+            make = _made if self.devices else _tensor
+            tensors = [make(view, export) for view in views]
         # What landed on the device is there, and stays as it is.
         return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
-
-    def _made(self, view: View) -> Any:
-        lent = isinstance(getattr(view.memory, "owner", None), torch.Tensor)
-        return _over(view) if lent else _tensor(view)
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
         together = torch_memory.together(sizes)
@@ -165,6 +167,51 @@ class TorchAdapter(base.Adapter):
         )
 
 
+def _is_lent(memory: Any) -> bool:
+    """Whether memory is that of a tensor."""
+    return isinstance(getattr(memory, "owner", None), torch.Tensor)
+
+
+def _made(view: View, export: Callable[[View], Any]) -> Any:
+    return _over(view) if _is_lent(view.memory) else _tensor(view, export)
+
+
+def _in_columns(views: Views) -> list[Any]:
+    """The same as `_over` of each, several times as fast: PyTorch splits a buffer in one call.
+
+    It calls this unsafe since each part has a count of changes of its own, as here it should.
+    """
+    kind, buffers = np.asarray(views.kind), views.buffers
+    becomes = {n: base.arrives(TorchAdapter.forms, *views.kinds[n]) for n in set(views.kind)}
+    dtypes = [getattr(torch, name) for name in dict.fromkeys(name for name, _ in becomes.values())]
+    dtype, width, length = np.zeros((3, len(views.kinds)), np.int64)
+    for n, (name, shape) in becomes.items():
+        dtype[n], length[n] = dtypes.index(getattr(torch, name)), math.prod(shape)
+        width[n] = dtypes[dtype[n]].itemsize
+    like, at, length = buffers * len(dtypes) + dtype[kind], views.at // width[kind], length[kind]
+    order = np.lexsort((length, at, like))
+    like, at, length = like[order], at[order], length[order]
+    begins = np.diff(like, prepend=-1) != 0
+    gap = at - np.where(begins, 0, np.roll(at + length, 1))
+    # What lies between two tensors is a part, too.
+    parts, wanted = np.stack([gap, length], 1), np.stack([gap > 0, np.full(len(gap), True)], 1)
+    sizes, tells = parts[wanted].tolist(), np.nonzero(wanted)[1].tolist()
+    firsts = np.flatnonzero(begins)
+    edges = [*(np.cumsum(wanted)[2 * firsts + 1] - 1 - (gap[firsts] > 0)).tolist(), len(sizes)]
+    tensors: list[Any] = []
+    for one, (first, end) in zip(like[firsts].tolist(), itertools.pairwise(edges), strict=True):
+        buffer, number = divmod(one, len(dtypes))
+        storage = views.memory[buffer].owner.untyped_storage()
+        whole = torch.empty(0, dtype=dtypes[number], device=storage.device)
+        whole.set_(storage, 0, (sum(sizes[first:end]),))
+        split = torch.unsafe_split_with_sizes(whole, sizes[first:end])
+        tensors += itertools.compress(split, tells[first:end])
+    made: list[Any] = [None] * len(views)
+    for number, tensor in zip(order.tolist(), tensors, strict=True):
+        made[number] = tensor.resize_(becomes[views.kind[number]][1])
+    return made
+
+
 def _over(view: View) -> Any:
     """A tensor in the memory of another, as a part of its storage.
 
@@ -179,14 +226,14 @@ def _over(view: View) -> Any:
     return made.set_(storage, view.at // made.itemsize, shape)
 
 
-def _tensor(view: View) -> Any:
+def _tensor(view: View, export: Callable[[View], Any] = capsule) -> Any:
     if 0 in view.shape and view.dtype.elements == 1:  # NumPy refuses some of their shapes.
         kind = getattr(torch, TorchAdapter.forms[view.dtype.name].type)
         return torch.empty(view.shape, dtype=kind, device="cpu")
     kind = _VIEWED.get(view.dtype.name)
     if kind is None:
-        return dlpack.from_dlpack(capsule(view))
-    return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
+        return dlpack.from_dlpack(export(view))
+    return dlpack.from_dlpack(export(view.as_bytes())).view(kind)
 
 
 def check_range(name: str, tensor: Any, dtype: Any) -> None:

@@ -159,7 +159,7 @@ def share(plan: Plan, memory: list[Any], adapter: Adapter) -> list[str]:
     from mfload.cuda.memory import share as shared
 
     (device,) = adapter.devices
-    pairs = zip(plan.places, plan.allocations, strict=True)
+    pairs = zip(plan.places, plan.allocations, strict=False)  # None, if nothing is copied.
     copied = {place.buffer for place, allocation in pairs if allocation.copied}
     nbytes = 0
     for number, spec in enumerate(plan.buffers):

@@ -241,16 +241,19 @@ class Session:
 
             self._whole = list(map(near.narrowed, self._whole))
         self.requests, self._owners = self._whole, range(len(self._whole))
-        if adapter.devices:
-            self._whole = list(self._whole)  # Rows that are made when asked for are made once.
-            self.requests, self._owners = self._split()
         # None, for short, if all land in mfload's memory on the host.
         self.allocations: Sequence[Allocation] = ()
-        if isinstance(self.requests, WholeTensors) and not {HOST}.issuperset(
-            map(self._allocation, self.requests.of_each_kind())
-        ):
-            self.requests = self._whole = list(self.requests)
+        if isinstance(self._whole, WholeTensors):
+            where = set(map(self._allocation, self._whole.of_each_kind()))
+            alike = where.pop() if len(where) == 1 else None
+            if alike is None or alike.owner != "mfload" or alike.copied:
+                # Rows that are made when asked for are made once.
+                self.requests = self._whole = list(self._whole)
+            elif alike != HOST:
+                self.allocations = [alike] * len(self._whole)
         if not isinstance(self.requests, WholeTensors):
+            if adapter.devices:
+                self.requests, self._owners = self._split()
             self.allocations = list(map(self._allocation, self.requests))
         if self._near:
             from mfload.loading import near

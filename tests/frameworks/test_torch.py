@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -27,6 +28,7 @@ import mfload
 from mfload import dtypes, errors, frameworks
 from mfload.cuda import discovery, memory
 from mfload.cuda.device import Device
+from mfload.dlpack import Views
 from mfload.frameworks import torch_adapter
 from mfload.frameworks.base import Adapter
 from mfload.io import convert
@@ -125,6 +127,51 @@ class TestTorchLanding(DeviceMemoryConformance):
         monkeypatch.setattr(torch_adapter, "_VIEWED", kinds)
         rows = material.aligned(FLOATS8)
         self.check(rows, wrapped(ground, rows))
+
+    @pytest.mark.parametrize("seed", range(30))
+    def test_parts_of_storages_are_made_at_once(self, seed: int) -> None:
+        """They are what they are one by one: in any order, with gaps and empty ones between."""
+        rng, land = random.Random(seed), FakeDevice()
+        adapter = self.adapter(land)
+        sizes = [rng.choice([4096, 50_001, 1 << 16]) for _ in range(rng.randint(1, 4))]
+        held = [*map(adapter.allocator(0, sizes), sizes)]
+        for each in held:
+            each.owner.random_()
+        shapes = [(), (0,), (3,), (2, 0, 3), (7, 5), (1, 1), (2, 3, 4)]
+        names = rng.sample(["U8", "BF16", "F32", "F64", "C64", "F4", "F8_E4M3"], 4)
+        kinds = [(dtypes.TABLE[rng.choice(names)], rng.choice(shapes)) for _ in "12345"]
+        kinds = [(d, (*s, d.elements) if d.elements > 1 else s) for d, s in kinds]
+        kind, buffers, at = list[int](), list[int](), list[int]()
+        for number, nbytes in enumerate(sizes):
+            cursor, tidy = 0, rng.random() < 0.5
+            while len(at) < 100 * (number + 1):
+                which = rng.randrange(1 + (0 if tidy else 4))
+                end = cursor + (kinds[which][0].size_of(kinds[which][1]) or 0)
+                if end > nbytes:
+                    break
+                kind, buffers, at = [*kind, which], [*buffers, number], [*at, cursor]
+                cursor = -(-end // 16) * 16 + rng.choice([0, 0, 16])
+        order = list(range(len(at)))
+        if seed % 2:
+            rng.shuffle(order)
+        kind, buffers, at = ([each[n] for n in order] for each in (kind, buffers, at))
+        given = [f"{n}" for n in order], kinds, kind, held, np.array(buffers), np.array(at)
+        views = Views(*given)
+        ours, theirs = adapter.wrap(views), adapter.wrap(list(views))
+        for one, other in zip(ours, theirs, strict=True):
+            for each in ("dtype", "shape", "device", "requires_grad", "is_leaf"):
+                assert getattr(one, each) == getattr(other, each)
+            assert one.stride() == other.stride()
+            assert one.storage_offset() == other.storage_offset()
+            assert one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+            assert one.untyped_storage().nbytes() == other.untyped_storage().nbytes()
+            assert not one._is_view()
+        before = [each._version for each in ours]
+        number = max(range(len(ours)), key=lambda n: ours[n].numel())
+        ours[number].zero_()
+        after = [each._version - then for each, then in zip(ours, before, strict=True)]
+        assert after == [n == number for n in range(len(ours))]
+        ours[number].t_() if ours[number].ndim == 2 else ours[number].resize_(0)
 
     def test_what_a_gpu_is_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         land, gpu, asked = FakeDevice(total=1000), SimpleNamespace(type="cuda", index=3), []
