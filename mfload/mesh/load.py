@@ -332,7 +332,7 @@ def landing(mine: Sequence[Request], loader: Loader, link: Link, nbytes: int) ->
     """The device that pieces travel from, if all results land on devices and rows fit there."""
     devices, most = loader.adapter.devices, loader.options.max_device_overhead
     device = next(filter(link.moves, devices), None)
-    if device is None or (len(devices) > 1 and not link.several):
+    if device is None:
         return None
     there = session.Session(loader, mine)
     if any(each.device is None for each in there.allocations or [HOST] * len(mine)):
