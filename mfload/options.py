@@ -80,6 +80,10 @@ class PeerOptions:
         elif self.transports is not None:
             object.__setattr__(self, "transports", tuple(self.transports))
         _check_certificate(self)
+        for name in ("publish", "checksums", "copy"):
+            if type(found := getattr(self, name)) is not bool:
+                what = f"{name} is not a bool"
+                raise errors.UsageError(what, expected="True or False", found=repr(found))
         if self.publish and self.ca_file is not None and self.cert_file is None:
             what = "a seed among those with certificates needs its own"
             raise errors.UsageError(what, expected="cert_file= beside publish=True and ca_file=")

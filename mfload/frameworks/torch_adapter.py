@@ -20,7 +20,7 @@ from torch.utils import dlpack
 from mfload import errors
 from mfload.dlpack import Capsules, View, Views, capsule
 from mfload.dtypes import NO_INFINITY, TABLE
-from mfload.frameworks import base, private_api, torch_memory
+from mfload.frameworks import base, private_api
 from mfload.frameworks.traits import TRAITS
 from mfload.io import pread
 
@@ -97,6 +97,8 @@ class TorchAdapter(base.Adapter):
         return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        from mfload.frameworks import torch_memory  # Loads to the host need none of it.
+
         together = torch_memory.together(sizes)
         on_cuda = self.place.type == "cuda"
 

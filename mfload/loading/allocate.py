@@ -170,7 +170,8 @@ def share(plan: Plan, memory: list[Any], adapter: Adapter) -> list[str]:
         except errors.MemoryLimitError as error:
             return [f"copied to {device.name}, which shares the memory of the host: {error}"]
         nbytes += spec.nbytes
-    return [f"read into memory that {device.name} and the host share: {nbytes} bytes"][: nbytes > 0]
+    note = f"read into memory that {device.name} and the host share: {errors.amount(nbytes)}"
+    return [note] if nbytes else []
 
 
 def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:
