@@ -7,7 +7,7 @@ copied there.
 
 Handles go over a Unix socket to processes of the same user. The connection is a lease: the seed
 keeps the memory, also of weights that were replaced, until the reader closes it or ends.
-Run on a stub of CuPy; not yet run on a GPU.
+Run on one GPU; between several, on a stub of CuPy alone.
 """
 
 from __future__ import annotations
@@ -194,7 +194,8 @@ class _Lender:
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Closes the descriptors of a fork."""
+        """Closes the descriptors of a fork, which has no readers."""
+        self.leases = 0
         for key in list((self._selector.get_map() or {}).values()):
             fork: Any = key.fileobj
             fork.close()
