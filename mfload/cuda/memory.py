@@ -59,8 +59,8 @@ class Shared:
         device.pin(memory)
         self._process = os.getpid()
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # Modules may be gone when the interpreter ends.
+    def __del__(self, suppress: Any = suppress) -> None:
+        with suppress(Exception):  # Modules are empty at the end.
             del self._guard
             if self._process == os.getpid():  # A child has none of it.
                 self._device.unpin(self._memory)
