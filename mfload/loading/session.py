@@ -299,7 +299,8 @@ class Session:
         # Of a stream, all of it counts.
         of_all = wanted if shared is None or shared.wanted is None else shared.wanted
         tries = alone and not apart and sum(of_all.values()) >= routing.TRIED
-        tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
+        later = sum(of_all[n] for n in of_all.keys() - self.route.keys()) if tries else 0
+        tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used], later)
         room = options.max_host_overhead
         tries = tries and (room is None or room >= _ROOM)
         self._direct = any(map(_DIRECT, legs)) or (tries and any(map(_EITHER, legs)))
