@@ -134,7 +134,8 @@ def _next_load(legs: list[Leg], wanted: Sequence[tuple[Source, int]], page_cache
 def worth_a_trial(legs: Sequence[tuple[Leg, int]], later: int = 0) -> bool:
     """Whether files, with the bytes that are read of each, are to be tried while they are read.
 
-    `later` bytes of files that nothing is known of yet follow them. Warm ones among them, or those that cuFile reads, would say nothing about the others.
+    `later` bytes of files of which nothing is known yet follow. Warm ones among them, or those that
+    cuFile reads, would say nothing about the others.
     """
     cold = beside = 0
     for leg, nbytes in legs:
