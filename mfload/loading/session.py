@@ -351,7 +351,8 @@ class Session:
     def _worth_a_trial(self, nbytes: Mapping[int, int]) -> bool:
         room = self._options.max_host_overhead
         legs = [(leg, nbytes[number]) for number, leg in self.route.items()]
-        return routing.worth_a_trial(legs) and (room is None or room >= _ROOM)
+        later = sum(nbytes[number] for number in nbytes.keys() - self.route.keys())
+        return routing.worth_a_trial(legs, later) and (room is None or room >= _ROOM)
 
     def _begin_trial(self, nbytes: int) -> None:
         """Begins to try how the files, which are cold, are best read, or goes on with that."""
