@@ -176,7 +176,8 @@ def _over(view: View) -> Any:
     shape = base.arrives(TorchAdapter.forms, view.dtype, view.shape)[1]
     storage = view.memory.owner.untyped_storage()
     made = torch.empty(0, dtype=kind, device=storage.device)
-    return made.set_(storage, view.at // made.itemsize, shape)
+    # An empty one has an empty storage, and no part of another.
+    return made.view(shape) if 0 in shape else made.set_(storage, view.at // made.itemsize, shape)
 
 
 def _tensor(view: View) -> Any:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mfload.cuda.device import Device
 
 _ROUNDED = 512  # Bytes to which PyTorch's allocator rounds.
+_SMALL = 1 << 20  # Bytes up to which it cuts out of blocks of 2 MiB, and of no larger ones.
 
 
 def memory_of(tensor: Any, *, on_device: bool = True) -> Any:
@@ -52,9 +53,11 @@ def together(sizes: Sequence[int]) -> Iterator[int]:
     start = room = 0
     for number, nbytes in enumerate(sizes):
         rounded = -(-nbytes // _ROUNDED) * _ROUNDED
+        groups.append(0)
+        if rounded <= _SMALL:
+            continue
         if room < rounded:
             start, room = number, DEVICE_BUFFER
-        groups.append(0)
         groups[start] += rounded
         room -= rounded
     # One that is alone is no group.
