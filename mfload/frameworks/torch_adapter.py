@@ -86,9 +86,10 @@ class TorchAdapter(base.Adapter):
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         make = self._made if self.devices else _tensor
-        tensors = [make(view) for view in views]
-        # What landed on the device is there, and stays as it is.
-        return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
+        with private_api.torch_undispatched():
+            tensors = [make(view) for view in views]
+            # What landed on the device is there, and stays as it is.
+            return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
 
     def _made(self, view: View) -> Any:
         lent = isinstance(getattr(view.memory, "owner", None), torch.Tensor)
@@ -106,7 +107,10 @@ class TorchAdapter(base.Adapter):
             # Torch cuts what follows out of a block that was given back, instead of calling
             # cudaMalloc for each: 0.09 ms. If there is no such block, it does without.
             if on_cuda and reserved:
-                with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                with (
+                    contextlib.suppress(torch.cuda.OutOfMemoryError),
+                    private_api.torch_undispatched(),
+                ):
                     torch.empty(reserved, dtype=torch.uint8, device=self.place)
             ((held, address),) = self._new([("uint8", (max(nbytes, 1),))])
             return base.memory_at(held, address, nbytes, self.devices[number])
@@ -134,7 +138,8 @@ class TorchAdapter(base.Adapter):
 
     def _new(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         place = self.place if self.devices else "cpu"
-        with base.full_device("torch", torch.cuda.OutOfMemoryError):
+        full = base.full_device("torch", torch.cuda.OutOfMemoryError)
+        with full, private_api.torch_undispatched():
             tensors = [
                 torch.empty(shape, dtype=getattr(torch, kind), device=place)
                 for kind, shape in wanted

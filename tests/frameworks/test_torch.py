@@ -22,6 +22,8 @@ from devices.entered import entered
 from devices.fake import FakeDevice
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as arrays
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import mfload
 from mfload import dtypes, errors, frameworks
@@ -258,6 +260,26 @@ class TestTorchLanding(DeviceMemoryConformance):
         assert written.stat().st_size < loaded["0.a"].nbytes + 8192
         own = mfload.load(path, "torch", options=mfload.Options(allocator="mfload"))
         assert memory.live_bytes() >= sum(each.nbytes for each in own.values())
+
+    @pytest.mark.parametrize("allocator", ["auto", "framework", "mfload"])
+    def test_modes_of_users_are_no_matter(
+        self, ground: Ground, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, allocator: Any
+    ) -> None:
+        """As on the host, where tensors that are loaded inside a mode have numbers, too."""
+        monkeypatch.setattr(frameworks, "get", lambda *_: ground.adapter)
+        path, numbers = self.model(tmp_path)
+        found: list[dict[str, Any]] = []
+
+        def traced(given: Any) -> Any:
+            found.append(mfload.load(path, "torch", options=mfload.Options(allocator=allocator)))
+            return given + 1
+
+        with FakeTensorMode():
+            traced(1)
+        make_fx(traced)(torch.ones(3))
+        for each in found:
+            assert {type(tensor) for tensor in each.values()} == {torch.Tensor}
+            self.agree(each, numbers)
 
     def test_storages_of_few_tensors(
         self, ground: Ground, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
