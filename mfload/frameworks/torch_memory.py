@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +51,10 @@ def device_of(place: Any) -> Device | None:
 
 def together(sizes: Sequence[int]) -> Iterator[int]:
     """For each buffer of a load, the bytes of a group that begins with it; 0 for the others."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    most = re.search(r"max_split_size_mb\s*:\s*(\d+)", told)
+    if most and int(most[1]) << 20 <= DEVICE_BUFFER:  # It would cut nothing out of such a block.
+        return iter([0] * len(sizes))
     groups: list[int] = []
     start = room = 0
     for number, nbytes in enumerate(sizes):

@@ -220,6 +220,11 @@ class TestTorchLanding(DeviceMemoryConformance):
             255 * MIB, -100 * MIB, -155 * MIB, -MIB, -255 * MIB, -300 * MIB, 9 * MIB, -4 * MIB,
             -5 * MIB,
         ]  # fmt: skip
+        taken.clear()  # Blocks that are not cut would be taken beside the tensors.
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:native,max_split_size_mb: 128")
+        allocate = adapter.allocator(0, sizes)
+        assert [allocate(nbytes).nbytes for nbytes in sizes] == sizes
+        assert taken == [-nbytes for nbytes in sizes]
 
     def model(self, tmp_path: Any) -> tuple[Any, dict[str, Any]]:
         numbers = {f"{n}.{kind}": np.arange(size, dtype=np.float32) + n for n in range(4)
