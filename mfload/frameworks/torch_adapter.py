@@ -88,13 +88,14 @@ class TorchAdapter(base.Adapter):
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
         export = Capsules()
-        if type(views) is Views and all(map(_is_lent, views.memory)):
-            tensors = _in_columns(views)
-        else:
-            make = _made if self.devices else _tensor
-            tensors = [make(view, export) for view in views]
-        # What landed on the device is there, and stays as it is.
-        return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
+        with private_api.torch_undispatched():
+            if type(views) is Views and all(map(_is_lent, views.memory)):
+                tensors = _in_columns(views)
+            else:
+                make = _made if self.devices else _tensor
+                tensors = [make(view, export) for view in views]
+            # What landed on the device is there, and stays as it is.
+            return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
         from mfload.frameworks import torch_memory  # Loads to the host need none of it.
@@ -110,7 +111,10 @@ class TorchAdapter(base.Adapter):
             # Torch cuts what follows out of a block that was given back, instead of calling
             # cudaMalloc for each: 0.09 ms. If there is no such block, it does without.
             if on_cuda and reserved:
-                with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                with (
+                    contextlib.suppress(torch.cuda.OutOfMemoryError),
+                    private_api.torch_undispatched(),
+                ):
                     torch.empty(reserved, dtype=torch.uint8, device=self.place)
             ((held, address),) = self._new([("uint8", (max(nbytes, 1),))])
             return base.memory_at(held, address, nbytes, self.devices[number])
@@ -138,7 +142,8 @@ class TorchAdapter(base.Adapter):
 
     def _new(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         place = self.place if self.devices else "cpu"
-        with base.full_device("torch", torch.cuda.OutOfMemoryError):
+        full = base.full_device("torch", torch.cuda.OutOfMemoryError)
+        with full, private_api.torch_undispatched():
             tensors = [
                 torch.empty(shape, dtype=getattr(torch, kind), device=place)
                 for kind, shape in wanted
@@ -225,7 +230,8 @@ def _over(view: View) -> Any:
     shape = base.arrives(TorchAdapter.forms, view.dtype, view.shape)[1]
     storage = view.memory.owner.untyped_storage()
     made = torch.empty(0, dtype=kind, device=storage.device)
-    return made.set_(storage, view.at // made.itemsize, shape)
+    # An empty one has an empty storage, and no part of another.
+    return made.view(shape) if 0 in shape else made.set_(storage, view.at // made.itemsize, shape)
 
 
 def _tensor(view: View, export: Callable[[View], Any] = capsule) -> Any:

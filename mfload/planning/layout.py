@@ -28,6 +28,9 @@ DEVICE_BUFFER = 256 << 20
 
 Tensors below 1 MiB share none with larger ones there, whose memory a norm would keep."""
 
+FEW = 1024
+"""Tensors of a load up to which small ones have buffers of their own there: some ms for all."""
+
 SLAB = 16 << 20
 """The same for the small tensors on a device where large ones have buffers of their own."""
 

@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from mfload.planning.blocks import Block, Costs
-from mfload.planning.layout import BufferSpec, Layout, Packed
+from mfload.planning.layout import FEW, BufferSpec, Layout, Packed
 from mfload.planning.reads import Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
 from mfload.runtime import NamedTuple
@@ -174,8 +174,10 @@ def make_plan(
             what is contiguous, unconverted and aligned in the file is; the rest is read.
         given: Buffer and first byte of each request in buffers of `specs`. Default: laid out by
             `alignment`, `allocations` and `mapped`.
-        alone: Bytes from which on a tensor that lands on a device has a buffer of its own.
+        alone: Bytes from which on a tensor that lands on a device has a buffer of its own, where
+            there are more than `layout.FEW`; if there are not, each has one. Default: none has.
     """
+    alone = 0 if alone and len(requests) <= FEW else alone
     layout, reads = Layout(alignment, mapped or {}, alone), Reads(costs or Costs())
     if isinstance(requests, WholeTensors) and requests and given is None:
         return _in_columns(requests, alignment, layout, reads, tuple(allocations))
