@@ -87,7 +87,7 @@ def _ring(device: str, cores: int) -> list[Step]:
     plain = Way(frameworks(device)[0], again=1)
     ways = [plain, *(plain._replace(threads=n) for n in _counts(cores, 6, 8, 10, 12, 16))]
     if device != HOST:
-        ways += [plain._replace(slot=mib) for mib in (2, 4, 8, 16)]
+        ways += [plain._replace(slot=mib) for mib in (1, 2, 4, 8, 16)]
         ways += [*(plain._replace(depth=n) for n in (2, 3)), plain._replace(kept=0)]
         ways += [plain._replace(threads=n, slot=8) for n in _counts(cores, 8, 16)]
     ceilings = [PEAK, *map(cached, _counts(cores, 8, 12, 16))]
@@ -107,11 +107,10 @@ def _loads(device: str, cores: int) -> list[Step]:
     first += [[Way(framework, again=0).name] for framework in frameworks(device)]
     ceilings = [[PEAK], [cached(_counts(cores, 8, 4, 2)[0])]]
     return [
-        Step(3, WARM, [*ceilings, *first], 2),
-        Step(3, MANY, [[PEAK], *first], 1, "many"),
-        Step(3, WARM, [*ceilings, *first, *rest], 3),
-        Step(3, MANY, [[PEAK], *first], 3, "many"),
-        Step(3, WARM, [*ceilings, *first, *rest], 7),
+        Step(3, WARM, [*ceilings, *first], 3),
+        Step(3, MANY, [[PEAK], *first], 2, "many"),
+        Step(3, WARM, [*ceilings, *first], 7),
+        Step(3, WARM, rest, 3),
         Step(3, MANY, [[PEAK], *first], 7, "many"),
     ]
 

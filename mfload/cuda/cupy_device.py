@@ -182,9 +182,9 @@ class _Memory:
         # Zero bytes would have no address, and frameworks don't agree what to make of that.
         self.address = device.ask("malloc", max(nbytes, DEVICE_ALIGNMENT))
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: Any = suppress) -> None:
         if self.address:
-            with suppress(Exception):  # Modules may be gone when the interpreter ends.
+            with suppress(Exception):  # Modules are empty at the end.
                 self._device.ask("free", self.address)
 
 
@@ -334,7 +334,7 @@ class _CupyEvent:
         if not self.done():  # Without giving up the GIL.
             self._device.ask("eventSynchronize", self.handle)
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: Any = suppress) -> None:
         # A stream that waits for it goes on to wait for what it was then.
         if not self.handle:
             return

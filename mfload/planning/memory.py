@@ -15,7 +15,7 @@ from typing import TypeVar
 from mfload import errors
 from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Costs
-from mfload.planning.request import Allocation, Request
+from mfload.planning.request import Allocation, Request, WholeTensors, sizes
 
 T = TypeVar("T")
 
@@ -93,16 +93,18 @@ class Limits:
         self.slot: int | None = None
         threads, limit, nbytes = readers.threads, self._limit, 0
         count, block = threads, _COLD_BLOCK if readers.cold else readers.costs.block
-        there: list[Request] = []
-        for request, allocation in zip(requests, allocations, strict=True) if allocations else ():
-            if allocation.device is not None:
-                there.append(request)
+        there: Sequence[Request] = []
+        if allocations and isinstance(requests, WholeTensors):  # They are allocated alike.
+            there = requests if allocations[0].device is not None else there
+        elif allocations:
+            pairs = zip(requests, allocations, strict=True)
+            there = [request for request, allocation in pairs if allocation.device is not None]
         if there:
-            self.growth = max(map(_growth, there))
+            self.growth = 0 if there is requests else max(map(_growth, there))
             # Page-locking memory takes long: its default is bounded as well.
             limit = OVERHEAD if limit is None else limit
             count = threads * readers.depth
-            nbytes = sum(request.nbytes for request in there)
+            nbytes = sum(sizes(there))
             share = nbytes // _PINNED // count // _PAGE * _PAGE
             block = min(readers.slot, _COLD_SLOT) if readers.cold else readers.slot
             block = block if readers.kept else min(block, max(_LEAST_SLOT, share))

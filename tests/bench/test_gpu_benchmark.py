@@ -465,7 +465,7 @@ def test_the_steps_measure_what_the_targets_are_about(monkeypatch: pytest.Monkey
     assert {cached(n) for n in (8, 12, 16)} < ring
     varied = [gpu_tasks.way(name) for name in ring if gpu_tasks.is_ours(name)]
     assert {6, 8, 10, 12, 16} == {way.threads for way in varied} - {None}
-    assert {2, 4, 8, 16} == {way.slot for way in varied} - {None}
+    assert {1, 2, 4, 8, 16} == {way.slot for way in varied} - {None}
     assert {2, 3} == {way.depth for way in varied} - {None}
     for framework in ("cupy", "torch", "jax"):
         ways = {

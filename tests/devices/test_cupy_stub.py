@@ -20,6 +20,8 @@ from devices.cupy_stub import CUDARuntimeError, Machine
 from devices.queues import MODES
 
 from mfload import errors
+from mfload.cuda import cupy_device, memory, staging
+from mfload.cuda.copies import Methods
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.device import Rows
 from mfload.io import buffers
@@ -510,3 +512,24 @@ def test_a_reader_makes_its_device_current_once(
     assert found == [3]  # For itself, inside the other, and in the end.
     assert pushes() == 7
     assert machine.stack == [None]
+
+
+def test_what_outlives_the_names_of_its_module_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that something refers to when the interpreter ends are emptied before it dies."""
+    machine, said = Machine(), list[Any]()
+    device = CupyDevice(0, machine.cupy(), machine.driver())
+    size = staging.Staging(Methods([]), 1 << 16)
+    held = [
+        device.allocate(100),
+        device.stream().record(),
+        staging.PinnedSlot(device, size),
+        memory.share(device, buffers.allocate(5000)),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", said.append)
+        for module in (cupy_device, memory, staging):
+            for name in vars(module).keys() - {"__builtins__"}:
+                patch.setitem(vars(module), name, None)
+        held.clear()
+        gc.collect()
+    assert not said

@@ -173,7 +173,7 @@ def test_what_is_warm_is_left_alone(large: Path, monkeypatch: pytest.MonkeyPatch
     for page_cache in ("auto", "keep"):
         assert _leg(large, page_cache=page_cache)[1:] == (
             *("pread", "90% in the page cache", 0.9),
-            *(False, False, False),
+            *(False, False, False, False),
         )
 
 

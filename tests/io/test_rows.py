@@ -216,7 +216,7 @@ def test_what_lies_between_rows_is_read_over_by_one_rule(
 ) -> None:
     """4 KiB in the page cache, 64 KiB on a disk; plan and report say so."""
     leg = route.Leg("a", "pread", "", cold=cold)
-    monkeypatch.setattr(route, "choose", lambda wanted, *_: (leg,) * len(wanted))
+    monkeypatch.setattr(route, "choose", lambda wanted, *_, **__: (leg,) * len(wanted))
     for gap in (4095, 4096, 65535, 65536):
         array, report = samples.numbers((40, 64 + gap), np.uint8), mfload.Report()
         path = samples.save(tmp_path / f"{gap}.safetensors", {"a": array})

@@ -368,14 +368,21 @@ def test_devices_share_the_readers_that_are_wanted() -> None:
         assert most == {0: each, 1: each}
 
 
+@pytest.mark.parametrize("files", [1, 6])
 @pytest.mark.usefixtures("tried")
 def test_the_batches_of_a_stream_go_on_with_one_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
 ) -> None:
+    """Also if each is of files that alone are not worth one."""
     monkeypatch.setattr(trial, "WORTH", 0.0)
-    parts = {f"t{n}": LARGE[n : n + 3 * MIB] for n in range(12)}
-    path = samples.save(tmp_path / "cold.safetensors", parts)
-    _dropped(path)
+    monkeypatch.setattr(route, "TRIED", 20 * MIB)
+    parts = {f"t{n:02}": LARGE[n : n + 3 * MIB] for n in range(12)}
+    path, names = tmp_path / "cold", sorted(parts)
+    path.mkdir()
+    for n in range(files):
+        some = names[n * 12 // files : (n + 1) * 12 // files]
+        part = path / f"model-{n:05}.safetensors"
+        _dropped(samples.save(part, {name: parts[name] for name in some}))
     monkeypatch.setattr("mfload.loading.stream.BATCH", 4 * MIB)
     reads, report = watch.spy(monkeypatch), mfload.Report()
     for name, array in mfload.stream(path, "numpy", report=report):

@@ -199,7 +199,7 @@ def test_a_load_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 def test_lent_memory_is_used_as_it_is() -> None:
     lent = np.zeros(10, np.uint8)
     plan = Plan((), (layout.BufferSpec(5), layout.BufferSpec(10)), (), 0)
-    memory = allocate.allocate(plan, [], NumpyAdapter(), {1: Lent(lent, lent)})
+    memory = allocate.allocate(plan, [], NumpyAdapter(), {1: Lent(lent, lent)}, {})
     assert memory[1] is lent
     assert memory[0].size == buffers.live_bytes() == 5
 
