@@ -212,6 +212,8 @@ class TestJaxLanding(DeviceMemoryConformance):
             take = jax_memory.importer(cpu(0), land)
             mfload.save({"w": numbers}, path)
             (loaded,) = mfload.load(path, "jax").values()
+            # While a function is traced, too.
+            jax.jit(lambda: mfload.save({"w": numbers}, path, overwrite=True) and None)()
         finally:
             jax.config.update("jax_transfer_guard", before)
         private_api.jax_capsule_importer.cache_clear()
