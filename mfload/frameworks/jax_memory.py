@@ -60,8 +60,10 @@ def undisturbed() -> Generator[None]:
         stack.enter_context(jax.disable_jit(disable=False))
         enable_x64: Any = (jax if hasattr(jax, "enable_x64") else experimental).enable_x64
         stack.enter_context(enable_x64(True))
+        stack.enter_context(jax.ensure_compile_time_eval())
         if hasattr(jax, "set_mesh"):
-            stack.enter_context(jax.set_mesh(_NO_MESH))
+            with contextlib.suppress(ValueError):  # While a function is traced, none can be unset.
+                stack.enter_context(jax.set_mesh(_NO_MESH))
         yield
 
 
