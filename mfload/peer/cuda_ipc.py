@@ -44,7 +44,7 @@ from mfload.sources.base import Costs
 
 _HANDLE = 64  # Bytes of a handle.
 _LENGTH = struct.Struct("<Q")
-_MOST = 64 << 20  # Bytes of all handles.
+_ROW = 256  # Bytes of what is said of an array, at most.
 _WAIT, _LEAST = 60.0, 64 << 10  # Seconds for them; bytes that must come while a seed may stall.
 _PAUSE = 0.05  # Seconds between tries to accept a reader.
 _log = logging.getLogger("mfload.peer")
@@ -249,13 +249,16 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
         return "the seed runs on another machine"
     if not hasattr(socket, "SO_PEERCRED"):
         return "the system does not tell whose process a seed is"
-    lease = _Lease()
+    lease, count = _Lease(), sum(len(each.fragments) for each in remote.manifest.entries)
     try:
-        told = _received(lease.connection, name, remote)
+        told = _received(lease.connection, name, remote.stalled, _ROW * (1 + count))
     except OSError as error:
         return f"the seed's socket can't be reached, or hands nothing out: {error}"
     try:
-        rows = [_Row(*row) for row in strict_json.loads(told, remote.name)]
+        given = strict_json.loads(told, remote.name)
+        if type(given) is not list or len(given) > count:
+            raise ValueError("more arrays than fragments")
+        rows = [_Row(*row) for row in given]
         if sum(row.nbytes for row in rows) != remote.manifest.size:
             raise ValueError("another size")
     except (errors.FormatError, TypeError, ValueError):
@@ -273,17 +276,17 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
     return way
 
 
-def _received(connection: socket.socket, name: str, remote: Remote) -> bytes:
+def _received(connection: socket.socket, name: str, stalled: float, most: int) -> bytes:
     """What the lender of a name sends."""
-    connection.settimeout(remote.stalled)
+    connection.settimeout(stalled)
     connection.connect(f"\0{name}")
     if not memfd.trusted(connection):
         raise PermissionError("the process there is another user's")
     timed = Timed(connection)
-    timed.allow(remote.stalled, least=_LEAST, total=_WAIT)
+    timed.allow(stalled, least=_LEAST, total=_WAIT)
     with io.BufferedReader(timed) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff"))
-        told = file.read(length) if length <= _MOST else b""
+        told = file.read(length) if length <= most else b""
     if not told or len(told) != length:
         raise ConnectionError("it closed")
     return told
@@ -308,7 +311,8 @@ class _Opened:
         # To free memory waits for all work on the device, as closing a handle does not.
         self._last = device.allocate(0)
         self.address = device.ask("ipcOpenMemHandle", handle)
-        self.size = _allocation(device, self.address)[1]
+        base, size = _allocation(device, self.address)
+        self.size = base + size - self.address
 
     def __del__(self) -> None:
         if self.address:

@@ -268,7 +268,8 @@ def _offered(rows: Any, size: int = 10) -> Any:
 
 
 def _connect(given: Any, size: int = 10) -> Any:
-    about = {"size": size, "incarnation": "0" * 32, "generation": 0}
+    entries = [SimpleNamespace(fragments=[None] * 2)]
+    about = {"size": size, "incarnation": "0" * 32, "generation": 0, "entries": entries}
     client = SimpleNamespace(close=lambda: None)
     remote: Any = SimpleNamespace(
         name="peer://x",
@@ -301,6 +302,7 @@ HERE, PCI, HANDLE = cuda_ipc.here(), "0000:3b:00.0", "00" * 64
         [[10, 7, HANDLE, 0]],
         [[10, "\u00fc", HANDLE, 0]],
         [[10, PCI, HANDLE, 0, 0]],
+        [[4], [3], [3]],
         [{"nbytes": 10}],
         7,
     ],
