@@ -213,7 +213,9 @@ def _in_columns(views: Views) -> list[Any]:
         tensors += itertools.compress(split, tells[first:end])
     made: list[Any] = [None] * len(views)
     for number, tensor in zip(order.tolist(), tensors, strict=True):
-        made[number] = tensor.resize_(becomes[views.kind[number]][1])
+        shape = becomes[views.kind[number]][1]
+        # An empty one has an empty storage, and no part of another.
+        made[number] = tensor.new_empty(shape) if 0 in shape else tensor.resize_(shape)
     return made
 
 
@@ -228,7 +230,6 @@ def _over(view: View) -> Any:
     shape = base.arrives(TorchAdapter.forms, view.dtype, view.shape)[1]
     storage = view.memory.owner.untyped_storage()
     made = torch.empty(0, dtype=kind, device=storage.device)
-    # An empty one has an empty storage, and no part of another.
     return made.view(shape) if 0 in shape else made.set_(storage, view.at // made.itemsize, shape)
 
 
