@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 
 from mfload import dlpack
 from mfload.cuda import memory
-from mfload.dlpack import View, capsule, data_address
+from mfload.dlpack import View, Views, capsule, capsules, data_address
 from mfload.dtypes import TABLE
 from mfload.io import buffers
 
@@ -190,6 +190,30 @@ def test_fields_on_a_device(dtype: str, place: tuple[int, int]) -> None:
     shape = (2, 3, 4) if row.elements == 1 else row.storage_shape((2, 3, 4))
     assert tuple(found.shape[: found.ndim]) == shape
     assert (found.code, found.bits, found.lanes) == (row.code, row.bits, row.elements)
+
+
+@pytest.mark.parametrize("place", [None, *PLACES])
+def test_capsules_of_many_are_those_of_each(place: tuple[int, int] | None) -> None:
+    land = None if place is None else FakeDevice(place)
+    held = [land.allocate(n) if land else buffers.allocate(n) for n in (8192, 4096)]
+    kinds = [(row, shape) for row in TABLE.values() for shape in [(2, 12), (4, 3), (0, 4), (24,)]]
+    many = [n for n in range(len(kinds)) for _ in range(3)]
+    at = np.arange(len(many)) % 40 * 64
+    views = Views(["w"] * len(many), kinds, many, held, np.arange(len(many)) % 2, at)
+    made = list(capsules(views))
+    for one, each in zip(made, views, strict=True):
+        other = capsule(each)
+        ours, theirs = tensor(one), tensor(other)
+        for name in ("device_type", "device_id", "ndim", "code", "bits", "lanes"):
+            assert getattr(ours, name) == getattr(theirs, name)
+        assert ours.shape[: ours.ndim] == theirs.shape[: theirs.ndim]
+        if 0 not in each.shape:  # NumPy has no place for nothing.
+            assert data_address(one) == data_address(other) == address(each)
+        assert dlpack.compact_nbytes(one) == dlpack.compact_nbytes(other)
+        del other, ours, theirs
+    del made, one, each, views, held
+    gc.collect()
+    assert memory.live_bytes() == buffers.live_bytes() == 0
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mfload import errors
-from mfload.dlpack import Capsules, View
+from mfload.dlpack import View, Views
 from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_memory import NewArray, undisturbed
 from mfload.frameworks.traits import TRAITS
@@ -52,16 +52,14 @@ class JaxAdapter(base.Adapter):
         self._uncommit: jax_memory.Uncommitter | None = None
         self.on_host = place.platform == "cpu"
         # Takes views in host memory.
-        self.take: Callable[..., Any] = self._send
-        if self.on_host:
-            self.take = jax_memory.importer(place)
+        self.take = jax_memory.importer(place) if self.on_host else self._send
 
     def uncommitted(self) -> JaxAdapter:
         self._uncommit = jax_memory.Uncommitter()
         return self
 
     @functools.cached_property
-    def _take_there(self) -> Callable[..., Any]:
+    def _take_there(self) -> Callable[[View], Any]:
         """Takes views in memory of the device."""
         return jax_memory.importer(self.place, self.devices[0])
 
@@ -75,22 +73,28 @@ class JaxAdapter(base.Adapter):
         return jax_memory.pool(self.place, self.devices[number])
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
+        if type(views) is Views and self._as_they_are(views):
+            there = None if self.on_host else self.devices[0]
+            return self._arrays(jax_memory.imported(views, self.place, there), views)
         views = list(views)  # Of columns, each pass makes the views anew.
         forms = map(self.forms.__getitem__, {view.dtype.name for view in views})
-        if not any(form.how == "copy" for form in forms) and (
-            self.on_host or all(map(base.on_device, views))
-        ):
-            take, export = self.take if self.on_host else self._take_there, Capsules()
-            return self._arrays(lambda view: take(view, export), views)
+        if self.on_host and not any(form.how == "copy" for form in forms):
+            return self._arrays(map(self.take, views), views)
         copied = [view.memory for view in views if self.copies(view)]
         before = references(copied)
-        made = self._arrays(self.array, views)
+        made = self._arrays(map(self.array, views), views)
         wait_for_release(lambda: references(copied), before)
         return made
 
-    def _arrays(self, array: Callable[[View], Any], views: Sequence[View]) -> list[Any]:
-        made = map(array, views)
-        return list(made) if self._uncommit is None else self._uncommit.each(made, views)
+    def _as_they_are(self, views: Views) -> bool:
+        """Whether none of many views is copied."""
+        some = {views.kinds[number][0].name for number in set(views.kind)}
+        if any(self.forms[name].how == "copy" for name in some):
+            return False
+        return self.on_host or not any(type(memory) is np.ndarray for memory in views.memory)
+
+    def _arrays(self, arrays: Iterable[Any], views: Sequence[View]) -> list[Any]:
+        return list(arrays) if self._uncommit is None else self._uncommit.each(arrays, views)
 
     def copies(self, view: View) -> bool:
         """Whether `array` makes a copy of a view."""

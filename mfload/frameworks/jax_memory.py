@@ -31,7 +31,7 @@ from jax import experimental
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from mfload import dtypes, errors
-from mfload.dlpack import View, capsule
+from mfload.dlpack import View, Views, capsule, capsules
 from mfload.frameworks import base, private_api
 from mfload.io import buffers
 from mfload.planning.layout import DEVICE_ALIGNMENT
@@ -81,12 +81,15 @@ class Uncommitter:
         """The array for one of a tensor; those of one dtype and shape are on one device."""
         return self._wrap_of((id(dtype), shape), array)((array,))
 
-    def each(self, arrays: Iterable[Any], views: Iterable[View]) -> list[Any]:
+    def each(self, arrays: Iterable[Any], views: Sequence[View]) -> list[Any]:
         """The same for the arrays of many views, each of which is let go at once."""
         known, wrap_of = self._known.get, self._wrap_of
+        kinds: Iterable[Any] = ((id(view.dtype), view.shape) for view in views)
+        if type(views) is Views:
+            each = [(id(dtype), shape) for dtype, shape in views.kinds]
+            kinds = map(each.__getitem__, views.kind)
         made: list[Any] = []
-        for view, array in zip(views, arrays, strict=True):
-            kind = id(view.dtype), view.shape
+        for kind, array in zip(kinds, arrays, strict=True):
             made.append((known(kind) or wrap_of(kind, array))((array,)))
             del array
         return made
@@ -136,18 +139,28 @@ class OnDevice:
         return self._place
 
 
-def importer(device: Any, there: Device | None = None) -> Callable[..., Any]:
-    """What makes arrays on a `jax.Device` over views of its memory; `there` is it, if not a CPU.
+def importer(device: Any, there: Device | None = None) -> Callable[[View], Any]:
+    """What makes arrays on a `jax.Device` over views of its memory; `there` is it, if not a CPU."""
 
-    For each it takes a view, and may be given `Capsules` that many views share.
-    """
-
-    def publicly(view: View, _: object = None) -> Any:
+    def publicly(view: View) -> Any:
         with undisturbed():
             return jax.dlpack.from_dlpack(OnDevice(view, device))
 
+    take = _raw_importer(device, there)
+    return publicly if take is None else lambda view: take(capsule(view), device, None)
+
+
+def _raw_importer(device: Any, there: Device | None) -> Callable[..., Any] | None:
     with jax.transfer_guard("allow"):
-        return private_api.jax_capsule_importer(device, there) or publicly
+        return private_api.jax_capsule_importer(device, there)
+
+
+def imported(views: Views, device: Any, there: Device | None = None) -> Iterator[Any]:
+    """The arrays that `importer` makes of many views."""
+    take = _raw_importer(device, there)
+    if take is None:
+        return map(importer(device, there), views)
+    return (take(each, device, None) for each in capsules(views))
 
 
 def find_device(device: Any) -> tuple[Device | None, tuple[str, ...]]:

@@ -34,28 +34,26 @@ _libraries: list[Any] = []
 def jax_capsule_importer(device: Any, there: Device | None = None) -> Callable[..., Any] | None:
     """JAX's import of a DLPack capsule without the checks around it: 5 µs instead of 27.
 
-    It also leaves 64-bit types alone whatever `jax_enable_x64` says. Views lie in memory of
-    `there`, which is the `jax.Device`. Default: in host memory, and it is a CPU. None if the
-    private call does not exist (as in jaxlib 0.5.3), or does not give a `jax.Array` over a view's
-    memory on that device: then `jax.dlpack.from_dlpack` does. Of many views, `Capsules` exports
-    one faster than `capsule`.
+    It is called with the capsule, the device and None, and also leaves 64-bit types alone whatever
+    `jax_enable_x64` says. Memory of views is that of `there`, which is the `jax.Device`. Default:
+    host memory, and it is a CPU. None if the private call does not exist (as in jaxlib 0.5.3), or
+    does not give a `jax.Array` over a view's memory on that device: then `jax.dlpack.from_dlpack`
+    does.
     """
     try:
         take = importlib.import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
     except (ImportError, AttributeError):
         return None
 
-    def importer(view: View, export: Callable[[View], Any] = capsule) -> Any:
-        return take(export(view), device, None)
-
     def behaves() -> bool:
         memory = _jax_memory(np.array([-(2**40)], np.int64), device, there)
-        array = importer(View("probe", dtypes.TABLE["I64"], (1,), memory, 0))
+        probe = View("probe", dtypes.TABLE["I64"], (1,), memory, 0)
+        array = take(capsule(probe), device, None)
         address = memory.ctypes.data if there is None else memory.address
         same = jax_address(array) == address and array.devices() == {device}
         return same and array.dtype == np.int64 and int(np.asarray(array)[0]) == -(2**40)
 
-    return importer if _works("jaxlib's private DLPack import", behaves) else None
+    return take if _works("jaxlib's private DLPack import", behaves) else None
 
 
 def _jax_memory(numbers: Any, device: Any, there: Device | None) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch.utils import dlpack
 
 from mfload import errors
-from mfload.dlpack import Capsules, View, Views, capsule
+from mfload.dlpack import View, Views, capsule
 from mfload.dtypes import NO_INFINITY, TABLE
 from mfload.frameworks import base, private_api
 from mfload.frameworks.traits import TRAITS
@@ -87,13 +87,12 @@ class TorchAdapter(base.Adapter):
         self.on_host = place.type == "cpu"
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        export = Capsules()
         with private_api.torch_undispatched():
             if type(views) is Views and all(map(_is_lent, views.memory)):
                 tensors = _in_columns(views)
             else:
                 make = _made if self.devices else _tensor
-                tensors = [make(view, export) for view in views]
+                tensors = [make(view) for view in views]
             # What landed on the device is there, and stays as it is.
             return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
 
@@ -177,8 +176,8 @@ def _is_lent(memory: Any) -> bool:
     return isinstance(getattr(memory, "owner", None), torch.Tensor)
 
 
-def _made(view: View, export: Callable[[View], Any]) -> Any:
-    return _over(view) if _is_lent(view.memory) else _tensor(view, export)
+def _made(view: View) -> Any:
+    return _over(view) if _is_lent(view.memory) else _tensor(view)
 
 
 def _in_columns(views: Views) -> list[Any]:
@@ -233,14 +232,14 @@ def _over(view: View) -> Any:
     return made.view(shape) if 0 in shape else made.set_(storage, view.at // made.itemsize, shape)
 
 
-def _tensor(view: View, export: Callable[[View], Any] = capsule) -> Any:
+def _tensor(view: View) -> Any:
     if 0 in view.shape and view.dtype.elements == 1:  # NumPy refuses some of their shapes.
         kind = getattr(torch, TorchAdapter.forms[view.dtype.name].type)
         return torch.empty(view.shape, dtype=kind, device="cpu")
     kind = _VIEWED.get(view.dtype.name)
     if kind is None:
-        return dlpack.from_dlpack(export(view))
-    return dlpack.from_dlpack(export(view.as_bytes())).view(kind)
+        return dlpack.from_dlpack(capsule(view))
+    return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
 
 
 def check_range(name: str, tensor: Any, dtype: Any) -> None:
