@@ -18,7 +18,7 @@ from torch.utils import dlpack
 from mfload import errors
 from mfload.dlpack import View, capsule
 from mfload.dtypes import NO_INFINITY, TABLE
-from mfload.frameworks import base, private_api, torch_memory
+from mfload.frameworks import base, private_api
 from mfload.frameworks.traits import TRAITS
 from mfload.io import pread
 
@@ -95,6 +95,8 @@ class TorchAdapter(base.Adapter):
         return _over(view) if lent else _tensor(view)
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
+        from mfload.frameworks import torch_memory  # No load to the host needs it.
+
         together = torch_memory.together(sizes)
         on_cuda = self.place.type == "cuda"
 
