@@ -145,7 +145,7 @@ class Kit:
         return sum(slot.nbytes for slot in self.slots), sum(slot.nbytes for slot in self.past)
 
     def count(self, times: int) -> None:
-        """Counts its memory as a load's; with -1, not any more: what is kept has not leaked."""
+        """Counts its memory as a load's; with -1, no longer: what is kept is no leak."""
         for counter, nbytes in zip((buffers.counter, memory.counter), self.nbytes, strict=True):
             counter.set_aside(-times * nbytes)
 
@@ -171,8 +171,8 @@ class Kits:
     """Kits that the loads of a process leave to each other: `KITS`.
 
     To make one takes longer than a small load: pages are locked, and threads wait for each other.
-    Of those that no load uses, the oldest are given back when all hold more than `KEPT` bytes, each
-    after `IDLE` seconds, and the rest at exit. A forked child has none of them.
+    Of those that no load uses, the oldest are closed when together they hold more than `KEPT`
+    bytes, each after `IDLE` seconds, and the rest at exit. A forked child has none of them.
     """
 
     def __init__(self) -> None:
@@ -234,7 +234,10 @@ class Kits:
         _close(gone)
 
     def give_back(self, most: int = 0, until: float = math.inf) -> bool:
-        """Closes the oldest until `most` bytes are left, and those given `until` then; if any."""
+        """Closes the oldest until `most` bytes are left, and those given by the time `until`.
+
+        Returns whether there were any.
+        """
         gone: list[Kit] = []
         with self._lock:
             held = sum(sum(kit.nbytes) for _, kit in self._idle)
