@@ -53,12 +53,12 @@ def device() -> CupyDevice:
     runtime.deviceGetAttribute = lambda kind, _: 1 << 31 if kind == 11 else 0
     runtime.malloc = lambda _nbytes: next(places)
     # A function in C that says 0, as the driver's do where all is well.
-    zero = ctypes.pythonapi.PyErr_CheckSignals
+    zero = lambda: ctypes.pythonapi["PyErr_CheckSignals"]  # noqa: E731 - each with its types
     calls = (
         "cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2",
-        "cuThreadExchangeStreamCaptureMode",
+        "cuThreadExchangeStreamCaptureMode", "cuMemcpyAsync",
     )  # fmt: skip
-    driver = SimpleNamespace(**dict.fromkeys(calls, zero))
+    driver = SimpleNamespace(**{name: zero() for name in calls})
     return CupyDevice(0, SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)), driver)
 
 

@@ -25,13 +25,13 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 # Offsets in DLTensor (dlpack.h 1.1): void *data; DLDevice {int32 type, int32 id}; int32 ndim;
 # DLDataType {uint8 code, uint8 bits, uint16 lanes}; int64 *shape, *strides; uint64 byte_offset.
 _DATA = 0
-_DEVICE = 8
+_DEVICE = 8  # With what follows, up to the type, 16 bytes.
 _RANK = 16
 _TYPE = 20
 _SHAPE, _STRIDES = 24, 32
 _BYTE_OFFSET = 40
 
-_Device, _Type = ctypes.c_int32 * 2, ctypes.c_uint32
+_Type = ctypes.c_uint32
 _UNITS = {1: np.dtype("u1"), 2: np.dtype("u2"), 4: np.dtype("u4"), 8: np.dtype("u8")}
 _HOST = (1, 0)  # kDLCPU
 # What NumPy has itself, it exports as what it is.
@@ -104,31 +104,50 @@ class Views(Sequence[View]):
         return len(self.names)
 
 
-def capsule(view: View, *, device_id: int = 0) -> Any:
-    """A DLPack capsule over a view's memory, which lives until the consumer lets go.
+class Capsules:
+    """Makes DLPack capsules over the memory of views, which lives until the consumer lets go.
 
     Packed types have their storage shape. Host memory appears on the framework's CPU device of
-    number `device_id`.
+    number `device_id`. What views of one kind share, in one buffer, is kept along with the buffer.
     """
-    _, dtype, shape, memory, at, _ = view
-    unit, lanes, device = _OWN.get(dtype.name), 1, (1, device_id)
-    exact = unit is not None
-    if dtype.elements > 1:
-        # Two F4 in a byte are one element of two lanes, as dlpack.h asks.
-        unit, shape, lanes = _UNITS[1], dtype.storage_shape(shape), dtype.elements
-    elif unit is None:
-        unit = _UNITS[dtype.nbytes]
-    if not isinstance(memory, np.ndarray):
-        device = memory.__dlpack_device__()
-        memory = array_at(memory, memory.address, (memory.nbytes,))
-    made = np.ndarray(shape, unit, memory, at).__dlpack__()
-    if exact and device == _HOST:
+
+    def __init__(self, device_id: int = 0) -> None:
+        self._host = 1, device_id
+        self._known: dict[Any, tuple[Any, Any, tuple[int, ...], bytes | None, Any]] = {}
+
+    def __call__(self, view: View) -> Any:
+        """The capsule of a view."""
+        _, dtype, shape, memory, at, _ = view
+        key = dtype.name, shape, id(memory)
+        array, unit, shape, head, _ = self._known.get(key) or self._learn(key, view)
+        made = np.ndarray(shape, unit, array, at).__dlpack__()
+        if head is not None:
+            ctypes.memmove(_get_pointer(made, b"dltensor") + _DEVICE, head, len(head))
         return made
-    start = _get_pointer(made, b"dltensor")
-    _Type.from_address(start + _TYPE).value = dtype.code | dtype.bits << 8 | lanes << 16
-    if device != _HOST:
-        _Device.from_address(start + _DEVICE)[:] = device
-    return made
+
+    def _learn(self, key: Any, view: View) -> Any:
+        _, dtype, shape, memory, *_ = view
+        unit, lanes, device, array = _OWN.get(dtype.name), 1, self._host, memory
+        exact = unit is not None
+        if dtype.elements > 1:
+            # Two F4 in a byte are one element of two lanes, as dlpack.h asks.
+            unit, shape, lanes = _UNITS[1], dtype.storage_shape(shape), dtype.elements
+        elif unit is None:
+            unit = _UNITS[dtype.nbytes]
+        if not isinstance(memory, np.ndarray):
+            device = memory.__dlpack_device__()
+            array = array_at(memory, memory.address, (memory.nbytes,))
+        head = None
+        if not exact or device != _HOST:
+            kind = dtype.code | dtype.bits << 8 | lanes << 16
+            head = np.array([*device, len(shape), kind], np.uint32).tobytes()
+        found = self._known[key] = array, unit, shape, head, memory
+        return found
+
+
+def capsule(view: View, *, device_id: int = 0) -> Any:
+    """A DLPack capsule over a view's memory (see `Capsules`)."""
+    return Capsules(device_id)(view)
 
 
 def data_address(exported: Any) -> int:

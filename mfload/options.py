@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
@@ -75,17 +75,30 @@ class PeerOptions:
         if Deadline(self.stalled).seconds is None:
             what, expected = "stalled has no end", "seconds, such as 1.5"
             raise errors.UsageError(what, expected=expected, found=repr(self.stalled))
-        if isinstance(self.transports, str):
-            object.__setattr__(self, "transports", (self.transports,))
-        elif self.transports is not None:
-            object.__setattr__(self, "transports", tuple(self.transports))
+        for name, kind in _PEER_KINDS.items():
+            if type(value := getattr(self, name)) is not kind:
+                what, expected = f"{name} is invalid", f"a {kind.__name__}"
+                raise errors.UsageError(what, expected=expected, found=repr(value))
+        given: Any = self.transports
+        if given is not None:
+            several = isinstance(given, Iterable) and not isinstance(given, str)
+            names: tuple[Any, ...] = tuple(given) if several else (given,)
+            if not all(isinstance(each, str) for each in names):
+                what, expected = "transports are invalid", "names, such as 'memory' and 'http'"
+                raise errors.UsageError(what, expected=expected, found=repr(given))
+            object.__setattr__(self, "transports", names)
         _check_certificate(self)
+        for name in ("publish", "checksums", "copy"):
+            if type(found := getattr(self, name)) is not bool:
+                what = f"{name} is not a bool"
+                raise errors.UsageError(what, expected="True or False", found=repr(found))
         if self.publish and self.ca_file is not None and self.cert_file is None:
             what = "a seed among those with certificates needs its own"
             raise errors.UsageError(what, expected="cert_file= beside publish=True and ca_file=")
-        if self.planner is not None and "://" not in self.planner:
+        if self.planner is not None and "://" not in str(self.planner):
             expected = "http://host:port, https://host:port or etcd://host:port"
-            raise errors.UsageError("planner is not a URL", expected=expected, found=self.planner)
+            found = str(self.planner)
+            raise errors.UsageError("planner is not a URL", expected=expected, found=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,11 +192,12 @@ class Options:
 
 
 _CERTIFICATES = ("ca_file", "cert_file", "key_file")
+_PEER_KINDS = {"publish": bool, "checksums": bool, "copy": bool, "address": str}
 
 
 def _check_certificate(given: Options | PeerOptions) -> None:
-    for name in _CERTIFICATES:
-        file = getattr(given, name)
+    for name in (*_CERTIFICATES, "token_file"):
+        file = getattr(given, name, None)
         if file is not None and not isinstance(file, str | os.PathLike):
             what, found = f"{name} is not a path", type(file).__name__
             raise errors.UsageError(what, expected="the path of a file", found=found)

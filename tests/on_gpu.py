@@ -6,7 +6,6 @@ GPU's memory when they first touch it, and TensorFlow and Paddle crash one anoth
 
 NEEDS = {
     "tests/devices": ("cupy",),
-    "tests/peer/test_cuda_ipc_gpu.py": ("cupy",),
     "tests/frameworks/test_cupy.py": ("cupy",),
     "tests/frameworks/test_torch.py": ("cupy", "torch"),
     "tests/frameworks/test_torch_lazy.py": ("cupy", "torch"),
@@ -16,6 +15,7 @@ NEEDS = {
     "tests/worlds/test_torch_devices.py": ("cupy", "torch"),
     "tests/frameworks/test_jax.py": ("cupy", "jax"),
     "tests/frameworks/test_jax_landing.py": ("cupy", "jax"),
+    "tests/frameworks/test_cuda_ipc_gpu.py": ("cupy",),
     "tests/frameworks/test_several.py": ("cupy", "torch", "jax"),
     "tests/frameworks/test_tensorflow.py": ("cupy", "tensorflow"),
     "tests/frameworks/test_paddle.py": ("cupy", "paddle"),

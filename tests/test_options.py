@@ -317,3 +317,14 @@ def test_the_file_that_is_slow_is_blamed(path: Path, call: str, side: int) -> No
     assert info.value.tensor in EXPERTS | OTHERS or side == 0
     slow.gate.set()
     assert watch.wait_for(lambda: not watch.readers())
+
+
+@pytest.mark.parametrize("field", [
+    {"copy": "no"}, {"copy": 1}, {"checksums": "false"}, {"publish": None}, {"address": 7000},
+    {"planner": 5}, {"token_file": 5}, {"transports": 5}, {"transports": [["http"]]},
+])  # fmt: skip
+def test_fields_of_peers(field: Any) -> None:
+    """Are looked at when the object is made: a text such as "no" would count as yes."""
+    (name,) = field
+    with pytest.raises(errors.UsageError, match=name):
+        mfload.PeerOptions(**field)

@@ -82,7 +82,7 @@ class Copier:
         whole = left = spare
         narrow, there = 1 if spare is None else _NARROW, isinstance(landed, DeviceBuffer)
         firsts, replicas = (block.segments, ()) if there else self._shared_out(block)
-        for segment in firsts:
+        for segment in joined(firsts):
             target, copy = self._memory[segment.buffer], segment.copy
             first = start + segment.offset - block.offset
             if not isinstance(target, DeviceBuffer):
@@ -108,6 +108,8 @@ class Copier:
                 prepared[key], left = left[:nbytes], left[_in_lines(nbytes) :]
                 put(landed[first:], segment, prepared[key], 0)
             stream.copy_in(target, segment.at, prepared[key], Rows.one(prepared[key].nbytes))
+        if not replicas:
+            return [stream.record() for stream in used.values()]
         marks = {name: stream.record() for name, stream in used.items()}
         behind: set[tuple[str, str]] = set()
         for segment, first in replicas:
@@ -164,6 +166,30 @@ class Copier:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
+
+
+def joined(segments: Sequence[Segment]) -> Sequence[Segment]:
+    """Segments, of which those that lie side by side both in the file and in memory are one.
+
+    Many small tensors are one copy: each would take as long as one of a whole block.
+    """
+    if len(segments) == 1:
+        return segments
+    made = list[Segment]()
+    start = nbytes = into = place = 0  # Of the one that may go on.
+    for segment in segments:
+        offset, more, buffer, at, copy = segment
+        if copy is None and buffer == into and offset - start == at - place == nbytes:
+            nbytes += more
+            continue
+        if nbytes:
+            made.append(Segment(start, nbytes, into, place))
+        nbytes = 0
+        if copy is None:
+            start, nbytes, into, place = offset, more, buffer, at
+        else:
+            made.append(segment)
+    return [*made, Segment(start, nbytes, into, place)] if nbytes else made
 
 
 def as_rows(segment: Segment, narrow: int) -> Rows | None:

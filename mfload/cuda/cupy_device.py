@@ -1,7 +1,9 @@
 """A CUDA device through CuPy's thin wrappers of the CUDA runtime.
 
 CuPy 14.2 gives up the GIL in copies, allocation, freeing, page-locking and waits, and keeps it in
-calls that return at once. Nothing here waits for the whole device, which breaks captures of graphs.
+calls that return at once. What each block needs keeps it: readers that give it up more often than
+they must wait for each other. Nothing here waits for the whole device, which breaks captures of
+graphs.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from mfload.planning.layout import DEVICE_ALIGNMENT
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
 # cudaHostRegisterPortable, for all devices and not this one alone, and cudaHostRegisterMapped.
 _LOCKED = 1 | 2
+_U64 = ctypes.c_uint64  # CUdeviceptr
 _OUT_OF_MEMORY = 2
 NOT_INITIALISED = 3  # What a forked process gets.
 # CUDA keeps it as the last error of its runtime; CuPy has a runtime of its own, so it is not seen.
@@ -42,13 +45,18 @@ class CupyDevice:
     """See `device.Device`. `discovery.find` makes them.
 
     `driver` is CUDA's driver library, initialised, in a form that keeps the GIL.
+
+    Attributes:
+        brief: Whether copies into it return at once, since all memory they read is page-locked.
     """
 
     def __init__(self, number: int, cupy: Any, driver: Any) -> None:
         self.name = f"cuda:{number}"
         self.place: tuple[int, int] = (CUDA, number)
         self.runtime = cupy.cuda.runtime
-        self.driver = driver
+        self.driver, self.brief = driver, True
+        self.memcpy = driver.cuMemcpyAsync
+        self.memcpy.argtypes = _U64, _U64, ctypes.c_size_t, ctypes.c_void_p
         self.context = ctypes.c_void_p()
         self.drive("cuDevicePrimaryCtxRetain", ctypes.byref(self.context), number)
         # CUDA writes "0000:3B:00.0".
@@ -89,7 +97,11 @@ class CupyDevice:
         return DeviceBuffer(self, memory.address, nbytes, memory)
 
     def pin(self, array: Any) -> None:
-        self.ask("hostRegister", array.ctypes.data, array.nbytes, _LOCKED)
+        try:
+            self.ask("hostRegister", array.ctypes.data, array.nbytes, _LOCKED)
+        except errors.MemoryLimitError:
+            self.brief = False  # To copy from pageable memory takes as long as to read it.
+            raise
 
     def unpin(self, array: Any) -> None:
         with suppress(errors.MfloadError):
@@ -114,6 +126,20 @@ class CupyDevice:
         except Exception as error:
             said = str(error) or type(error).__name__
             raise self.failed(call, getattr(error, "status", 0), said, *args) from error
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Begins to copy contiguous bytes, from what is not pageable; keeps the GIL."""
+        if getattr(_here, "device", None) is self:
+            status = self.memcpy(target, source, nbytes, stream)
+        else:
+            with _Current(self):
+                status = self.memcpy(target, source, nbytes, stream)
+        if status:
+            raise self.told("memcpyAsync", status)
+
+    def told(self, call: str, status: int) -> errors.MfloadError:
+        """The error to raise for a call that only returns CUDA's error number."""
+        return self.failed(call, status, str(self.runtime.CUDARuntimeError(status)))
 
     def failed(self, call: str, status: int, said: str, *args: Any) -> errors.MfloadError:
         """The error to raise for CUDA's error number `status` (0: unknown)."""
@@ -156,9 +182,9 @@ class _Memory:
         # Zero bytes would have no address, and frameworks don't agree what to make of that.
         self.address = device.ask("malloc", max(nbytes, DEVICE_ALIGNMENT))
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: Any = suppress) -> None:
         if self.address:
-            with suppress(Exception):  # Modules may be gone when the interpreter ends.
+            with suppress(Exception):  # Modules are empty at the end.
                 self._device.ask("free", self.address)
 
 
@@ -211,28 +237,34 @@ class _CupyStream:
     def __init__(self, device: CupyDevice) -> None:
         self.device: Device = device
         self._device = device
+        self.events: list[int] | None = []  # That no `_CupyEvent` uses; None once it is closed.
         self._handle: int | None = device.ask(
             "streamCreateWithFlags", device.runtime.streamNonBlocking
         )
 
     def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
-        self._copy(target.address + at, source.ctypes.data, rows)
+        brief = self._device.brief
+        self._copy(target.address + at, source.ctypes.data, rows, brief)
 
     def copy_within(
         self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
     ) -> None:
-        self._copy(target.address + at, source.address + start, rows)
+        self._copy(target.address + at, source.address + start, rows, brief=True)
 
     def copy_out(self, target: Any, source: DeviceBuffer, start: int) -> None:
-        self._copy(target.ctypes.data, source.address + start, Rows.one(target.nbytes))
+        rows = Rows.one(target.nbytes)
+        self._copy(target.ctypes.data, source.address + start, rows, brief=False)
 
-    def _copy(self, target: int, source: int, rows: Rows) -> None:
+    def _copy(self, target: int, source: int, rows: Rows, brief: bool) -> None:
         stream, kind = self._open(), self._device.runtime.memcpyDefault
         count, nbytes, pitch = rows.count, rows.nbytes, rows.pitch
         if not count * nbytes:
             return
         if count == 1 or pitch == nbytes:
-            self._device.ask("memcpyAsync", target, source, count * nbytes, kind, stream)
+            if brief:
+                self._device.copy(target, source, count * nbytes, stream)
+            else:
+                self._device.ask("memcpyAsync", target, source, count * nbytes, kind, stream)
         elif nbytes < pitch <= self._device.longest_pitch:
             args = target, nbytes, source, pitch, nbytes, count, kind, stream
             self._device.ask("memcpy2DAsync", *args)
@@ -242,7 +274,7 @@ class _CupyStream:
                 self._device.ask("memcpyAsync", *ends, nbytes, kind, stream)
 
     def record(self) -> _CupyEvent:
-        event = _CupyEvent(self._device)
+        event = _CupyEvent(self, self._device)
         self._device.ask("eventRecord", event.handle, self._open())
         return event
 
@@ -265,6 +297,10 @@ class _CupyStream:
         handle, self._handle = self._handle, None
         with suppress(errors.DeviceError):
             self._device.ask("streamDestroy", handle)
+        events, self.events = self.events or [], None
+        while events:
+            with suppress(errors.DeviceError):
+                self._device.ask("eventDestroy", events.pop())
 
     def _open(self) -> int:
         if self._handle is None:
@@ -274,11 +310,16 @@ class _CupyStream:
 
 
 class _CupyEvent:
-    """See `device.Event`."""
+    """See `device.Event`. What CUDA has for it is used again by the next of its stream."""
 
-    def __init__(self, device: CupyDevice) -> None:
-        self._device = device
+    __slots__ = ("_device", "_stream", "handle")
+
+    def __init__(self, stream: _CupyStream, device: CupyDevice) -> None:
+        self._stream, self._device = stream, device
         self.handle = 0
+        if stream.events:
+            self.handle = stream.events.pop()
+            return
         # A wait sleeps instead of spinning: the processors are for the readers.
         flags = device.runtime.eventDisableTiming | device.runtime.eventBlockingSync
         self.handle = device.ask("eventCreateWithFlags", flags)
@@ -286,15 +327,19 @@ class _CupyEvent:
     def done(self) -> bool:
         status = self._device.ask("eventQuery", self.handle)
         if status and status != _NOT_READY:
-            said = str(self._device.runtime.CUDARuntimeError(status))
-            raise self._device.failed("eventQuery", status, said)
+            raise self._device.told("eventQuery", status)
         return not status
 
     def wait(self) -> None:
-        self._device.ask("eventSynchronize", self.handle)
+        if not self.done():  # Without giving up the GIL.
+            self._device.ask("eventSynchronize", self.handle)
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: Any = suppress) -> None:
         # A stream that waits for it goes on to wait for what it was then.
-        if self.handle:
-            with suppress(Exception):  # Modules may be gone when the interpreter ends.
-                self._device.ask("eventDestroy", self.handle)
+        if not self.handle:
+            return
+        if (events := self._stream.events) is not None:
+            events.append(self.handle)
+            return
+        with suppress(Exception):  # Modules may be gone when the interpreter ends.
+            self._device.ask("eventDestroy", self.handle)

@@ -59,7 +59,7 @@ class DeviceWorker:
         observer: Observer | None,
         share: Share,
     ) -> None:
-        self._share, self._device = share, device
+        self._share, self._device, self._there = share, device, False
         self._kit = kit = KITS.take(device, staging)
         for slot in kit.slots:
             slot.tell(note)
@@ -100,7 +100,9 @@ class DeviceWorker:
             return
         slot, track = self._ring.take(), self._share.track
         landed = self._readers.of(block.source).land(block, slot)
-        self._share.memory()
+        if not self._there:
+            self._share.memory()
+            self._there = True
         if self._observer is not None:
             for offset, data in stored(block, self._memory, landed):
                 self._observer.saw(block.source, offset, data, self._share.stopped)

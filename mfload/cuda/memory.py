@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from typing import Any
+from typing import Any, ClassVar
 
 from mfload import errors
 from mfload.io import buffers
@@ -50,6 +50,7 @@ class Shared:
     """
 
     __slots__ = ("_device", "_guard", "_memory", "_process")
+    _parents: ClassVar[list[Any]] = []
 
     def __init__(self, device: Any, memory: Any) -> None:
         self._device, self._memory, self._process = device, memory, 0
@@ -59,11 +60,13 @@ class Shared:
         device.pin(memory)
         self._process = os.getpid()
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # Modules may be gone when the interpreter ends.
+    def __del__(self, suppress: Any = suppress) -> None:
+        with suppress(Exception):  # Modules are empty at the end.
             del self._guard
-            if self._process == os.getpid():  # A child has none of it.
+            if self._process == os.getpid():
                 self._device.unpin(self._memory)
+            elif self._process:  # A child has no pages there: others may lie at their addresses.
+                self._parents.append(self._memory)
 
 
 def share(device: Any, memory: Any) -> DeviceBuffer:

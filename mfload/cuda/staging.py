@@ -24,7 +24,7 @@ from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
 
-SLOT = 16 << 20
+SLOT = 8 << 20
 """Bytes of a file that a slot holds, at most."""
 DEPTH = 2
 """Slots a thread."""
@@ -32,6 +32,7 @@ KEPT = 512 << 20
 """Bytes of slots that a process keeps for its next loads, at most."""
 IDLE = 5.0
 """Seconds after which slots that no load has used are given back."""
+_COUNTERS = buffers.counter, memory.counter
 
 
 class Staging(NamedTuple):
@@ -113,12 +114,12 @@ class PinnedSlot(buffers.WorkerSlot):
 
     def close(self) -> None:
         """Unlocks the pages, before they can be another's. Idempotent."""
-        mine, self._process = self._process == os.getpid(), 0  # A child has none of them.
-        if mine:
+        if self._process == os.getpid():  # A child has none of them.
             self._device.unpin(self._memory)
+        self._process = 0
 
-    def __del__(self) -> None:
-        with suppress(Exception):  # Modules may be gone when the interpreter ends.
+    def __del__(self, suppress: Any = suppress) -> None:
+        with suppress(Exception):  # Modules are empty at the end.
             self.close()
 
 
@@ -138,16 +139,18 @@ class Kit:
         self.slots: list[Any] = []
         self.past: list[Any] = []
         self.streams: dict[str, Stream] = {}
+        self._aside = 0, 0
 
     @property
     def nbytes(self) -> tuple[int, int]:
         """Bytes of its slots, on the host and on the device."""
         return sum(slot.nbytes for slot in self.slots), sum(slot.nbytes for slot in self.past)
 
-    def count(self, times: int) -> None:
-        """Counts its memory as a load's; with -1, no longer: what is kept is no leak."""
-        for counter, nbytes in zip((buffers.counter, memory.counter), self.nbytes, strict=True):
-            counter.set_aside(-times * nbytes)
+    def count(self, kept: bool) -> None:
+        """Counts its memory as a load's, or no longer while it is kept: that is no leak."""
+        before, self._aside = self._aside, self.nbytes if kept else (0, 0)
+        for counter, now, was in zip(_COUNTERS, self._aside, before, strict=True):
+            counter.set_aside(now - was)
 
     def fit(self, size: Staging) -> None:
         """Closes the slots that a load has no use for: those too small, and what is too many."""
@@ -159,12 +162,17 @@ class Kit:
 
     def close(self) -> None:
         """Ends the streams, and then the slots that they copied from. Never raises."""
+        self.count(False)
         for stream in self.streams.values():
             stream.close()
         self.streams.clear()
         for slots in (self.past, self.slots):
             while slots:
                 slots.pop().close()
+
+    def __del__(self, suppress: Any = suppress) -> None:
+        with suppress(Exception):  # Of one that Ctrl-C got lost. Modules are empty at the end.
+            self.close()
 
 
 class Kits:
@@ -196,7 +204,7 @@ class Kits:
             for number in reversed(range(len(self._idle))):
                 if self._idle[number][0] is device:
                     kit = self._idle.pop(number)[1]
-                    kit.count(1)
+                    kit.count(False)
                     break
         kit.fit(size)
         buffers.counter.add(0)  # It may be the most that this load has.
@@ -210,7 +218,7 @@ class Kits:
             kit.close()
             return
         with self._lock:
-            kit.count(-1)
+            kit.count(True)
             self._idle.append((device, kit))
         self.give_back(0 if self._closed else KEPT, 0.0)
         self._watch()
@@ -229,8 +237,6 @@ class Kits:
             fit = fit[max(0, len(fit) - count) :]
             gone = [kit for device, kit in self._idle if (device, kit) not in fit]
             self._idle = fit
-            for kit in gone:
-                kit.count(1)
         _close(gone)
 
     def give_back(self, most: int = 0, until: float = math.inf) -> bool:
@@ -244,7 +250,6 @@ class Kits:
             while self._idle and (held > most or self._idle[0][1].since <= until):
                 gone.append(self._idle.pop(0)[1])
                 held -= sum(gone[-1].nbytes)
-                gone[-1].count(1)
             if not self._idle and self._timer is not None:
                 self._timer.cancel()
                 self._timer = None
@@ -352,23 +357,26 @@ class Ring:
     def _end_oldest(self, *, wait: bool) -> bool:
         """Frees the slot in use for longest if its copies are over, or waits until they are."""
         slot, events, block, begun = self._busy[0]
-        at_hand, self._share.block = self._share.block, block
-        track = self._share.track
+        share, track = self._share, self._share.track
+        at_hand, share.block = share.block, block
         if wait:
             waited = time.perf_counter()
             for event in events:
                 event.wait()
             if track is not None:
                 track.add("wait", waited, 0, block.source)
-        over = wait or all(event.done() for event in events)
-        self._share.block = at_hand
-        if over:
-            self._busy.popleft()
-            self._free.append(slot)
-            if track is not None and events:  # It was over at some time until now.
-                track.beside.add("copy", begun, block.wanted, block.source)
-            self._share.done(block)
-        return over
+        else:
+            for event in events:
+                if not event.done():
+                    share.block = at_hand
+                    return False
+        share.block = at_hand
+        self._busy.popleft()
+        self._free.append(slot)
+        if track is not None and events:  # It was over at some time until now.
+            track.beside.add("copy", begun, block.wanted, block.source)
+        share.done(block)
+        return True
 
     def close(self) -> None:
         """Closes the slots, also if Ctrl-C cut it short before; no copy out of any is under way."""

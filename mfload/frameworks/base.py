@@ -93,9 +93,9 @@ class Adapter:
         slices_are_views: Whether `array[:, n]` is known to lie in the memory of the array.
         on_host: Whether the arrays stay in host memory.
         lends_held: Whether what it lends is held already, so that a load needs no more for it.
-        allocates: Whether `allocate` takes memory of the framework's allocator, as `pool` counts.
-        alone: Bytes from which on a tensor has a buffer of its own from `allocate`. Default: all
-            tensors share buffers.
+        allocates: Whether `allocator` takes the framework's memory, as `pool` counts.
+        alone: Bytes from which on a tensor has a buffer of its own from there. Default: all tensors
+            share buffers.
         devices: Those in whose memory results land; an `Allocation` names them by number.
         unified: Whether the one device is, so that what lands in buffers of the host is there.
         unifies: Whether arrays lie there, and not in memory of the framework, by default.

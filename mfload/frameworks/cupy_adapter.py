@@ -11,9 +11,11 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from mfload import errors
 from mfload.cuda import discovery
-from mfload.dlpack import View
+from mfload.dlpack import View, Views
 from mfload.frameworks import base
 from mfload.frameworks.traits import TRAITS
 
@@ -37,14 +39,27 @@ class CupyAdapter(base.Adapter):
         self._cupy = cupy
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
+        if type(views) is Views and not any(type(each) is np.ndarray for each in views.memory):
+            return self._in_columns(views)
         return [self._over(view) if base.on_device(view) else self._copy(view) for view in views]
 
     def _over(self, view: View) -> Any:
-        memory, cuda = view.memory, self._cupy.cuda
-        held = cuda.UnownedMemory(memory.address, memory.nbytes, memory, self.place)
-        return self._cupy.ndarray(
-            view.shape, view.dtype.wide.numpy, cuda.MemoryPointer(held, view.at)
-        )
+        pointer = self._cupy.cuda.MemoryPointer(self._held(view.memory), view.at)
+        return self._cupy.ndarray(view.shape, view.dtype.wide.numpy, pointer)
+
+    def _held(self, memory: Any) -> Any:
+        given = memory.address, memory.nbytes, memory, self.place
+        return self._cupy.cuda.UnownedMemory(*given)
+
+    def _in_columns(self, views: Views) -> list[Any]:
+        array, pointer = self._cupy.ndarray, self._cupy.cuda.MemoryPointer
+        kinds = [(shape, dtype.wide.numpy) for dtype, shape in views.kinds]
+        held = [*map(self._held, views.memory)]
+        columns = views.kind, views.buffers.tolist(), views.at.tolist()
+        return [
+            array(*kinds[kind], pointer(held[buffer], at))
+            for kind, buffer, at in zip(*columns, strict=True)
+        ]
 
     def _copy(self, view: View) -> Any:
         with self._current():

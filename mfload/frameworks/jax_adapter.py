@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mfload import errors
-from mfload.dlpack import View
+from mfload.dlpack import Capsules, View
 from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_memory import NewArray, undisturbed
 from mfload.frameworks.traits import TRAITS
@@ -52,14 +52,16 @@ class JaxAdapter(base.Adapter):
         self._uncommit: jax_memory.Uncommitter | None = None
         self.on_host = place.platform == "cpu"
         # Takes views in host memory.
-        self.take = jax_memory.importer(place) if self.on_host else self._send
+        self.take: Callable[..., Any] = self._send
+        if self.on_host:
+            self.take = jax_memory.importer(place)
 
     def uncommitted(self) -> JaxAdapter:
         self._uncommit = jax_memory.Uncommitter()
         return self
 
     @functools.cached_property
-    def _take_there(self) -> Callable[[View], Any]:
+    def _take_there(self) -> Callable[..., Any]:
         """Takes views in memory of the device."""
         return jax_memory.importer(self.place, self.devices[0])
 
@@ -75,8 +77,11 @@ class JaxAdapter(base.Adapter):
     def wrap(self, views: Sequence[View]) -> list[Any]:
         views = list(views)  # Of columns, each pass makes the views anew.
         forms = map(self.forms.__getitem__, {view.dtype.name for view in views})
-        if self.on_host and not any(form.how == "copy" for form in forms):
-            return self._arrays(self.take, views)
+        if not any(form.how == "copy" for form in forms) and (
+            self.on_host or all(map(base.on_device, views))
+        ):
+            take, export = self.take if self.on_host else self._take_there, Capsules()
+            return self._arrays(lambda view: take(view, export), views)
         copied = [view.memory for view in views if self.copies(view)]
         before = references(copied)
         made = self._arrays(self.array, views)
@@ -248,6 +253,7 @@ def on_host(array: Any) -> Any:
         gc.collect(0)
     # An array keeps the copy that NumPy is given for as long as it lives: the one that does so
     # here is another over the same memory.
-    return np.asarray(
-        jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
-    )
+    with undisturbed():
+        return np.asarray(
+            jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
+        )

@@ -31,21 +31,22 @@ _libraries: list[Any] = []
 
 
 @functools.lru_cache(maxsize=64)  # Probed once a process, not once a load.
-def jax_capsule_importer(device: Any, there: Device | None = None) -> Callable[[View], Any] | None:
+def jax_capsule_importer(device: Any, there: Device | None = None) -> Callable[..., Any] | None:
     """JAX's import of a DLPack capsule without the checks around it: 5 µs instead of 27.
 
     It also leaves 64-bit types alone whatever `jax_enable_x64` says. Views lie in memory of
     `there`, which is the `jax.Device`. Default: in host memory, and it is a CPU. None if the
     private call does not exist (as in jaxlib 0.5.3), or does not give a `jax.Array` over a view's
-    memory on that device: then `jax.dlpack.from_dlpack` does.
+    memory on that device: then `jax.dlpack.from_dlpack` does. Of many views, `Capsules` exports
+    one faster than `capsule`.
     """
     try:
         take = importlib.import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
     except (ImportError, AttributeError):
         return None
 
-    def importer(view: View) -> Any:
-        return take(capsule(view), device, None)
+    def importer(view: View, export: Callable[[View], Any] = capsule) -> Any:
+        return take(export(view), device, None)
 
     def behaves() -> bool:
         memory = _jax_memory(np.array([-(2**40)], np.int64), device, there)

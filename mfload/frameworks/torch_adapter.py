@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import math
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import torch
 from torch.utils import dlpack
 
 from mfload import errors
-from mfload.dlpack import View, capsule
+from mfload.dlpack import Capsules, View, Views, capsule
 from mfload.dtypes import NO_INFINITY, TABLE
 from mfload.frameworks import base, private_api
 from mfload.frameworks.traits import TRAITS
@@ -85,14 +87,15 @@ class TorchAdapter(base.Adapter):
         self.on_host = place.type == "cpu"
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        make = self._made if self.devices else _tensor
-        tensors = [make(view) for view in views]
-        # What landed on the device is there, and stays as it is.
-        return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
-
-    def _made(self, view: View) -> Any:
-        lent = isinstance(getattr(view.memory, "owner", None), torch.Tensor)
-        return _over(view) if lent else _tensor(view)
+        export = Capsules()
+        with private_api.torch_undispatched():
+            if type(views) is Views and all(map(_is_lent, views.memory)):
+                tensors = _in_columns(views)
+            else:
+                make = _made if self.devices else _tensor
+                tensors = [make(view, export) for view in views]
+            # What landed on the device is there, and stays as it is.
+            return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
         from mfload.frameworks import torch_memory  # No load to the host needs it.
@@ -108,7 +111,10 @@ class TorchAdapter(base.Adapter):
             # Torch cuts what follows out of a block that was given back, instead of calling
             # cudaMalloc for each: 0.09 ms. If there is no such block, it does without.
             if on_cuda and reserved:
-                with contextlib.suppress(torch.cuda.OutOfMemoryError):
+                with (
+                    contextlib.suppress(torch.cuda.OutOfMemoryError),
+                    private_api.torch_undispatched(),
+                ):
                     torch.empty(reserved, dtype=torch.uint8, device=self.place)
             ((held, address),) = self._new([("uint8", (max(nbytes, 1),))])
             return base.memory_at(held, address, nbytes, self.devices[number])
@@ -136,7 +142,8 @@ class TorchAdapter(base.Adapter):
 
     def _new(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         place = self.place if self.devices else "cpu"
-        with base.full_device("torch", torch.cuda.OutOfMemoryError):
+        full = base.full_device("torch", torch.cuda.OutOfMemoryError)
+        with full, private_api.torch_undispatched():
             tensors = [
                 torch.empty(shape, dtype=getattr(torch, kind), device=place)
                 for kind, shape in wanted
@@ -167,6 +174,51 @@ class TorchAdapter(base.Adapter):
         )
 
 
+def _is_lent(memory: Any) -> bool:
+    """Whether memory is that of a tensor."""
+    return isinstance(getattr(memory, "owner", None), torch.Tensor)
+
+
+def _made(view: View, export: Callable[[View], Any]) -> Any:
+    return _over(view) if _is_lent(view.memory) else _tensor(view, export)
+
+
+def _in_columns(views: Views) -> list[Any]:
+    """The same as `_over` of each, several times as fast: PyTorch splits a buffer in one call.
+
+    It calls this unsafe since each part has a count of changes of its own, as here it should.
+    """
+    kind, buffers = np.asarray(views.kind), views.buffers
+    becomes = {n: base.arrives(TorchAdapter.forms, *views.kinds[n]) for n in set(views.kind)}
+    dtypes = [getattr(torch, name) for name in dict.fromkeys(name for name, _ in becomes.values())]
+    dtype, width, length = np.zeros((3, len(views.kinds)), np.int64)
+    for n, (name, shape) in becomes.items():
+        dtype[n], length[n] = dtypes.index(getattr(torch, name)), math.prod(shape)
+        width[n] = dtypes[dtype[n]].itemsize
+    like, at, length = buffers * len(dtypes) + dtype[kind], views.at // width[kind], length[kind]
+    order = np.lexsort((length, at, like))
+    like, at, length = like[order], at[order], length[order]
+    begins = np.diff(like, prepend=-1) != 0
+    gap = at - np.where(begins, 0, np.roll(at + length, 1))
+    # What lies between two tensors is a part, too.
+    parts, wanted = np.stack([gap, length], 1), np.stack([gap > 0, np.full(len(gap), True)], 1)
+    sizes, tells = parts[wanted].tolist(), np.nonzero(wanted)[1].tolist()
+    firsts = np.flatnonzero(begins)
+    edges = [*(np.cumsum(wanted)[2 * firsts + 1] - 1 - (gap[firsts] > 0)).tolist(), len(sizes)]
+    tensors: list[Any] = []
+    for one, (first, end) in zip(like[firsts].tolist(), itertools.pairwise(edges), strict=True):
+        buffer, number = divmod(one, len(dtypes))
+        storage = views.memory[buffer].owner.untyped_storage()
+        whole = torch.empty(0, dtype=dtypes[number], device=storage.device)
+        whole.set_(storage, 0, (sum(sizes[first:end]),))
+        split = torch.unsafe_split_with_sizes(whole, sizes[first:end])
+        tensors += itertools.compress(split, tells[first:end])
+    made: list[Any] = [None] * len(views)
+    for number, tensor in zip(order.tolist(), tensors, strict=True):
+        made[number] = tensor.resize_(becomes[views.kind[number]][1])
+    return made
+
+
 def _over(view: View) -> Any:
     """A tensor in the memory of another, as a part of its storage.
 
@@ -178,17 +230,18 @@ def _over(view: View) -> Any:
     shape = base.arrives(TorchAdapter.forms, view.dtype, view.shape)[1]
     storage = view.memory.owner.untyped_storage()
     made = torch.empty(0, dtype=kind, device=storage.device)
-    return made.set_(storage, view.at // made.itemsize, shape)
+    # An empty one has an empty storage, and no part of another.
+    return made.view(shape) if 0 in shape else made.set_(storage, view.at // made.itemsize, shape)
 
 
-def _tensor(view: View) -> Any:
+def _tensor(view: View, export: Callable[[View], Any] = capsule) -> Any:
     if 0 in view.shape and view.dtype.elements == 1:  # NumPy refuses some of their shapes.
         kind = getattr(torch, TorchAdapter.forms[view.dtype.name].type)
         return torch.empty(view.shape, dtype=kind, device="cpu")
     kind = _VIEWED.get(view.dtype.name)
     if kind is None:
-        return dlpack.from_dlpack(capsule(view))
-    return dlpack.from_dlpack(capsule(view.as_bytes())).view(kind)
+        return dlpack.from_dlpack(export(view))
+    return dlpack.from_dlpack(export(view.as_bytes())).view(kind)
 
 
 def check_range(name: str, tensor: Any, dtype: Any) -> None:

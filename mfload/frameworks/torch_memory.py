@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from mfload.cuda.device import Device
 
 _ROUNDED = 512  # Bytes to which PyTorch's allocator rounds.
+_SMALL = 1 << 20  # Bytes up to which it cuts out of blocks of 2 MiB, and of no larger ones.
 
 
 def memory_of(tensor: Any, *, on_device: bool = True) -> Any:
@@ -48,13 +51,19 @@ def device_of(place: Any) -> Device | None:
 
 def together(sizes: Sequence[int]) -> Iterator[int]:
     """For each buffer of a load, the bytes of a group that begins with it; 0 for the others."""
+    told = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    most = re.search(r"max_split_size_mb\s*:\s*(\d+)", told)
+    if most and int(most[1]) << 20 <= DEVICE_BUFFER:  # It would cut nothing out of such a block.
+        return iter([0] * len(sizes))
     groups: list[int] = []
     start = room = 0
     for number, nbytes in enumerate(sizes):
         rounded = -(-nbytes // _ROUNDED) * _ROUNDED
+        groups.append(0)
+        if rounded <= _SMALL:
+            continue
         if room < rounded:
             start, room = number, DEVICE_BUFFER
-        groups.append(0)
         groups[start] += rounded
         room -= rounded
     # One that is alone is no group.

@@ -7,10 +7,12 @@ nothing that it may still write to is freed.
 from __future__ import annotations
 
 import collections
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mfload.errors import MfloadError, counted
@@ -26,10 +28,11 @@ if TYPE_CHECKING:
     from mfload.io.trial import Trial
     from mfload.timeline import Recorder, Track
 
-# Small blocks are reported together: a queue costs more than a small read.
-_REPORTED_BYTES = 1 << 20
-# How often the loading thread looks up to notice Ctrl-C and the deadline, in seconds.
-_TICK = 0.1
+# How often the loading thread looks what came and whether the time is up, in seconds.
+_TICK = 0.02
+# Blocks wake it only if somebody wants to know of them, when so many bytes are new, and this part
+# of all: a reader that does so gives up the interpreter, and waits until it has it back.
+_REPORTED_BYTES, _REPORTS = 1 << 20, 256
 # How long a cancelled load waits for reads under way; a hung disk may block them forever.
 _GRACE = 5.0
 
@@ -48,28 +51,32 @@ class Observer(Protocol):
 
 
 class Share:
-    """The blocks that one thread takes, by iteration, and its report of those in place.
+    """The blocks that one thread takes, by iteration, and how much of them is in place.
 
-    `block` is the current one, for the error that names it. `track` records the thread's spans. No
-    block is begun after the load was `stopped`, or the thread `retired`. `memory` returns when the
-    buffers of the load are there; it raises if it was given up.
+    `block` is the current one, for the error that names it; `blocks` and `nbytes` are those in
+    place, for the loading thread to look at; `tell` wakes it when `step` bytes more are in place.
+    `track` records the thread's spans. No block is begun after the load was `stopped`, or the
+    thread `retired`. `memory` returns when the buffers of the load are there; it raises if it was
+    given up.
     """
 
     def __init__(
         self,
         waiting: collections.deque[Block],
         stopped: Callable[[], bool],
-        report: Callable[[tuple[int, int]], object],
         track: Track | None = None,
         retired: Callable[[], bool] = bool,
         memory: Callable[[], object] = bool,
+        tell: Callable[[None], object] = bool,
+        step: float = math.inf,
     ) -> None:
         self.block: Block | None = None
         self.track, self._retired = track, retired
         self.stopped, self.memory = stopped, memory
         self._waiting = waiting
-        self._report = report
-        self._blocks = self._nbytes = 0
+        self.blocks = self.nbytes = 0
+        self._tell, self._step = tell, step
+        self._next = step
 
     def __iter__(self) -> Iterator[Block]:
         while not self.stopped() and not self._retired():
@@ -82,15 +89,11 @@ class Share:
 
     def done(self, block: Block, last: bool = True) -> None:
         """Counts a block that is in place, or a part of one, of which the last one ends it."""
-        self._blocks += last
-        self._nbytes += block.nbytes if block.decode is None else block.filled
-        if self._nbytes >= _REPORTED_BYTES:
-            self.report()
-
-    def report(self) -> None:
-        """Tells the loading thread what was counted since the last report."""
-        self._report((self._blocks, self._nbytes))
-        self._blocks = self._nbytes = 0
+        self.blocks += last
+        self.nbytes += block.nbytes if block.decode is None else block.filled
+        if self.nbytes >= self._next:
+            self._next = self.nbytes + self._step
+            self._tell(None)
 
 
 Pool = tuple[Sequence[Block], Callable[[Share], None], int]
@@ -135,7 +138,8 @@ class Engine:
         self._error: BaseException | None = None
         self._stop, self._memory = threading.Event(), threading.Event()
         self._allocate: Callable[[], object] | None = None
-        self._reports: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._step = math.inf
         self._start_thread = start or threads.new
         self._threads: list[Running] = []
         self._shares: list[Share] = []
@@ -155,7 +159,10 @@ class Engine:
         import queue
 
         blocks = [block for crowd in self._crowds for block in crowd.blocks]
-        left = len(blocks)
+        left, came = len(blocks), 0
+        if advance is not None or self._trial is not None:
+            total = sum(map(attrgetter("nbytes"), blocks))
+            self._step = max(_REPORTED_BYTES, total // _REPORTS)
         last, self._allocate = time.monotonic(), allocate
         try:
             if self._trial is not None:
@@ -163,27 +170,28 @@ class Engine:
             self._start()
             self._make_memory()
             while left:
-                count = nbytes = 0
                 with suppress(queue.Empty):
-                    wait = max(0.0, min(_TICK, deadline.left()))
-                    count, nbytes = self._reports.get(timeout=wait)
+                    self._news.get(timeout=max(0.0, min(_TICK, deadline.left())))
                 if self._error is not None:
                     raise self._error
-                if deadline.left() <= 0:
-                    at_hand = (share.block for share in self._shares if share.block is not None)
-                    self.block = next(at_hand, blocks[-left])
-                    hung = sum(share.block is not None for share in self._shares)
-                    behind = f"; {counted(hung, 'reader')} left behind until the read returns"
-                    waited = f"reading; {time.monotonic() - last:.1f} s without data"
-                    raise deadline.error(waited + (behind if hung else ""))
-                if nbytes or count:
-                    left -= count
+                shares = [*self._shares]
+                nbytes = sum(share.nbytes for share in shares) - came
+                done = len(blocks) - sum(share.blocks for share in shares)
+                if nbytes or done < left:
+                    left, came = done, came + nbytes
                     last = time.monotonic()
                     if advance is not None:
                         advance(nbytes)
                     if self._trial is not None:
                         self._trial.came(nbytes, last)
                         self._start()  # Those that are missing now.
+                if left and deadline.left() <= 0:
+                    at_hand = (share.block for share in shares if share.block is not None)
+                    self.block = next(at_hand, blocks[-left])
+                    hung = sum(share.block is not None for share in shares)
+                    behind = f"; {counted(hung, 'reader')} left behind until the read returns"
+                    waited = f"reading; {time.monotonic() - last:.1f} s without data"
+                    raise deadline.error(waited + (behind if hung else ""))
         finally:
             self._stop.set()
             self._memory.set()  # Who waits for it sees that there is none.
@@ -221,21 +229,22 @@ class Engine:
     def _work(self, crowd: _Crowd, number: int) -> None:
         retired = bool if self._trial is None else lambda: number >= self._wanted(crowd)
         memory = partial(_wait_for_memory, self._memory, self._stop)
-        share = Share(crowd.waiting, self._stop.is_set, self._reports.put, None, retired, memory)
+        news = self._news.put, self._step
+        share = Share(crowd.waiting, self._stop.is_set, None, retired, memory, *news)
         self._shares.append(share)
         if self._recorder is not None:
             share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
         try:
             crowd.work(share)
-            share.report()
         except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
             # Only the first failure is taken.
             if not self._stop.is_set():
                 self.block, self._error = share.block, error
                 self._stop.set()
-                self._reports.put((0, 0))
         finally:
             crowd.live.discard(number)
+            if self._error is not None or not any(each.live for each in self._crowds):
+                self._news.put(None)
 
 
 def _wait_for_memory(there: threading.Event, stop: threading.Event) -> None:

@@ -131,10 +131,11 @@ def _next_load(legs: list[Leg], wanted: Sequence[tuple[Source, int]], page_cache
     return made
 
 
-def worth_a_trial(legs: Sequence[tuple[Leg, int]]) -> bool:
+def worth_a_trial(legs: Sequence[tuple[Leg, int]], later: int = 0) -> bool:
     """Whether files, with the bytes that are read of each, are to be tried while they are read.
 
-    Warm ones among them, or those that cuFile reads, would say nothing about the others.
+    `later` bytes of files of which nothing is known yet follow. Warm ones among them, or those that
+    cuFile reads, would say nothing about the others.
     """
     cold = beside = 0
     for leg, nbytes in legs:
@@ -142,7 +143,7 @@ def worth_a_trial(legs: Sequence[tuple[Leg, int]]) -> bool:
             cold += nbytes
         else:
             beside += nbytes
-    return cold >= TRIED and beside * _BESIDE <= cold
+    return 0 < cold >= TRIED - later and beside * _BESIDE <= cold
 
 
 def after_trial(leg: Leg, gain: float | None, direct: bool) -> Leg:

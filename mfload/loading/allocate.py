@@ -159,7 +159,7 @@ def share(plan: Plan, memory: list[Any], adapter: Adapter) -> list[str]:
     from mfload.cuda.memory import share as shared
 
     (device,) = adapter.devices
-    pairs = zip(plan.places, plan.allocations, strict=True)
+    pairs = zip(plan.places, plan.allocations, strict=False)  # None, if nothing is copied.
     copied = {place.buffer for place, allocation in pairs if allocation.copied}
     nbytes = 0
     for number, spec in enumerate(plan.buffers):
@@ -170,7 +170,8 @@ def share(plan: Plan, memory: list[Any], adapter: Adapter) -> list[str]:
         except errors.MemoryLimitError as error:
             return [f"copied to {device.name}, which shares the memory of the host: {error}"]
         nbytes += spec.nbytes
-    return [f"read into memory that {device.name} and the host share: {nbytes} bytes"][: nbytes > 0]
+    note = f"read into memory that {device.name} and the host share: {errors.amount(nbytes)}"
+    return [note] if nbytes else []
 
 
 def _mapped_ranges(plan: Plan) -> dict[int, list[tuple[int, int]]]:

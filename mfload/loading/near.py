@@ -92,11 +92,11 @@ def legs(
     """The route, which says for each source how what it holds on devices is used."""
     made, ways = dict(route), dict[int, dict[str, None]]()
     for request, each in zip(requests, allocations, strict=True):
-        for piece in request.info.pieces:
+        for piece in request.info.pieces if request.nbytes else ():
             said = ways.setdefault(piece.source, {})
             said[_WAYS[each.near, each.owner == "source"]] = None
     for number in made:
-        if hasattr(sources[number], "lying"):
+        if number in ways and hasattr(sources[number], "lying"):
             source: Any = sources[number]
             why = f"{source.why}: {', '.join(ways[number])}"
             made[number] = made[number]._replace(engine=source.engine, why=why)

@@ -216,6 +216,7 @@ class Session:
 
     recorder: Recorder | None = None
     trial: Trial | None = None
+    _gds = False
 
     def __init__(
         self,
@@ -233,31 +234,32 @@ class Session:
         adapter = self.adapter
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
+        self._near: Any = None
         # What others read too, or see, passes through the host.
-        self._near = bool(adapter.devices) and alone and observer is None
-        self._near = self._near and any(hasattr(each, "lying") for each in sources)
-        if self._near:
+        on_devices = bool(adapter.devices) and alone and observer is None
+        if on_devices and any(hasattr(each, "lying") for each in sources):
             from mfload.loading import near  # Only some sources lie on devices.
 
-            self._whole = list(map(near.narrowed, self._whole))
+            self._near, self._whole = near, list(map(near.narrowed, self._whole))
         self.requests, self._owners = self._whole, range(len(self._whole))
-        if adapter.devices:
-            self._whole = list(self._whole)  # Rows that are made when asked for are made once.
-            self.requests, self._owners = self._split()
         # None, for short, if all land in mfload's memory on the host.
         self.allocations: Sequence[Allocation] = ()
-        if isinstance(self.requests, WholeTensors) and not {HOST}.issuperset(
-            map(self._allocation, self.requests.of_each_kind())
-        ):
-            self.requests = self._whole = list(self.requests)
+        if isinstance(self._whole, WholeTensors):
+            where = set(map(self._allocation, self._whole.of_each_kind()))
+            alike = where.pop() if len(where) == 1 else None
+            if alike is None or alike.owner != "mfload" or alike.copied:
+                # Rows that are made when asked for are made once.
+                self.requests = self._whole = list(self._whole)
+            elif alike != HOST:
+                self.allocations = [alike] * len(self._whole)
         if not isinstance(self.requests, WholeTensors):
+            if adapter.devices:
+                self.requests, self._owners = self._split()
             self.allocations = list(map(self._allocation, self.requests))
-        if self._near:
-            from mfload.loading import near
-
+        if self._near is not None:
             given = sources, adapter, options
             pairs = zip(self.requests, self.allocations, strict=True)
-            self.allocations = [near.allocation(*pair, *given) for pair in pairs]
+            self.allocations = [self._near.allocation(*pair, *given) for pair in pairs]
         numbers: set[int] = set()
         self._copies = self._lends = False
         for device, owner, copied, _ in set(self.allocations):
@@ -290,18 +292,14 @@ class Session:
                 choose = functools.partial(self._onto_devices, [*files.values()])
             chosen = options.deadline.bound(choose, "opening the files")
             known.update(zip(files, chosen, strict=True))
-        self.route = {number: known[number] for number in used}
-        if self._near:
-            from mfload.loading import near
-
-            self.route = near.legs(self.route, self.requests, self.allocations, sources)
+        self.route = dict(zip(used, map(known.__getitem__, used), strict=True))
+        if self._near is not None:
+            self.route = self._near.legs(self.route, self.requests, self.allocations, sources)
         legs = self.route.values()
         # Of a stream, all of it counts.
         of_all = wanted if shared is None or shared.wanted is None else shared.wanted
         tries = alone and not apart and sum(of_all.values()) >= routing.TRIED
-        tries = tries and routing.worth_a_trial([(known[n], of_all[n]) for n in used])
-        room = options.max_host_overhead
-        tries = tries and (room is None or room >= _ROOM)
+        tries = tries and self._worth_a_trial(of_all)
         self._direct = any(map(_DIRECT, legs)) or (tries and any(map(_EITHER, legs)))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
@@ -323,14 +321,8 @@ class Session:
         readers.threads, readers.costs, readers.decodes = self.threads, costs, bool(apart)
         readers.nbytes = total
         readers.direct, readers.cold, readers.mapped = self._direct, cold, all_mapped
-        self._gds = False
         if self._devices:
-            from mfload.cuda import cufile, staging
-
-            self._gds = any(leg.past_host for leg in legs)
-            gds = cufile.slot_bytes(0) if self._gds else None
-            readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
-            readers.kept = shared is not None
+            self._stage(readers)
         self.limits = Limits(self.requests, self.allocations, options, readers)
         if tries and (options.threads is None or any(map(_EITHER, legs))):
             self._begin_trial(sum(of_all.values()))
@@ -346,6 +338,21 @@ class Session:
             )
         if len(self.limits.batches) > 1 or options.allocator != "auto":
             self.notes += tuple(self._decided())
+
+    def _stage(self, readers: Readers) -> None:
+        """What is to be known of readers that land on devices."""
+        from mfload.cuda import cufile, staging
+
+        self._gds = any(leg.past_host for leg in self.route.values())
+        gds = cufile.slot_bytes(0) if self._gds else None
+        readers.depth, readers.slot, readers.gds = staging.DEPTH, staging.SLOT, gds
+        readers.kept = self._shared is not None
+
+    def _worth_a_trial(self, nbytes: Mapping[int, int]) -> bool:
+        room = self._options.max_host_overhead
+        legs = [(leg, nbytes[number]) for number, leg in self.route.items()]
+        later = sum(nbytes[number] for number in nbytes.keys() - self.route.keys())
+        return routing.worth_a_trial(legs, later) and (room is None or room >= _ROOM)
 
     def _begin_trial(self, nbytes: int) -> None:
         """Begins to try how the files, which are cold, are best read, or goes on with that."""
@@ -572,22 +579,21 @@ class Session:
         What earlier loads left to others goes first.
         """
         try:
-            self._check_room(batch, host)
+            if host:
+                specs = batch.plan.buffers
+                if self.adapter.lends_held:
+                    specs = allocate.not_lent(batch.plan)
+                look = allocate.check_host if self._shared is None else self._shared.check_host
+                look(batch.overhead, specs)
+            if self._devices:
+                self._check_devices(batch)
         except errors.MemoryLimitError:
             kept = sys.modules.get("mfload.cuda.staging")
             if kept is None or not kept.KITS.give_back():
                 raise
-            self._check_room(batch, host)
+            self.check_batch(batch, host=host)
 
-    def _check_room(self, batch: Batch, host: bool) -> None:
-        if host:
-            specs = batch.plan.buffers
-            if self.adapter.lends_held:
-                specs = allocate.not_lent(batch.plan)
-            look = allocate.check_host if self._shared is None else self._shared.check_host
-            look(batch.overhead, specs)
-        if not self._devices:
-            return
+    def _check_devices(self, batch: Batch) -> None:
         held = self.adapter.lends_held
         for device, nbytes in batch.plan.device_bytes.items():
             beside, lent = batch.device_overhead.get(device, 0), batch.plan.lent_bytes[device]
@@ -605,6 +611,19 @@ class Session:
 
             host, device = (math.inf if most is None else most // count for most in given)
             KITS.keep_within(self._devices, count, (host, device))
+
+    def _take(
+        self, plan: Plan, memory: list[Any], lent: dict[int, Lent], there: allocate.Allocators
+    ) -> None:
+        """Puts the buffers of a plan into `memory`, and what is lent of them into `lent`."""
+        if self._lends:
+            lent.update(allocate.lend(plan, self.adapter))
+        deadline, get = self._options.deadline, allocate.allocate
+        get = functools.partial(get, plan, self._sources, self.adapter, lent, there)
+        if self._devices and deadline.seconds is not None:
+            get = functools.partial(_within, self.adapter.follow(), get)
+        # A map reads from the disk, and a device may be busy: to get their memory may hang.
+        memory.extend(deadline.bound(get, "mapping files or allocating on a device"))
 
     def load(
         self,
@@ -624,19 +643,8 @@ class Session:
             specs = allocate.not_lent(plan) if self._lends else plan.buffers
             there = allocate.allocators(specs, self.adapter)
         self.check_batch(planned)
-        memory: list[Any] = []
-        lent: dict[int, Lent] = {}
-
-        def take() -> None:
-            if self._lends:
-                lent.update(allocate.lend(plan, self.adapter))
-            # A map reads from the disk, and a device may be busy: to get their memory may hang.
-            given = plan, self._sources, self.adapter, lent, there
-            get = functools.partial(allocate.allocate, *given)
-            if self._devices and deadline.seconds is not None:
-                get = functools.partial(_within, self.adapter.follow(), get)
-            memory.extend(deadline.bound(get, "mapping files or allocating on a device"))
-
+        memory, lent = list[Any](), dict[int, Lent]()
+        take = functools.partial(self._take, plan, memory, lent, there)
         # On its way to a device, what is read lands in slots first: readers begin at once.
         later = take if planned.staging is not None and fill is None else None
         if later is None:
@@ -665,10 +673,8 @@ class Session:
             )
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
-            if self._near:
-                from mfload.loading import near
-
-                copy = functools.partial(near.copy, plan, memory, self._sources)
+            if self._near is not None:
+                copy = functools.partial(self._near.copy, plan, memory, self._sources)
                 copied = deadline.bound(copy, "copying from device to device")
                 if advance is not None:
                     advance(copied)

@@ -43,7 +43,6 @@ class DeviceLink(Link):
     devices of this process; what travels passes through the link's own.
     """
 
-    several = True
     rooms = 4  # Two, and what came, and as much for the framework to work in.
 
     def __init__(self, *args: Any) -> None:

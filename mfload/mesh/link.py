@@ -53,7 +53,6 @@ class Link:
     """
 
     device: Any = None  # Where results lie, and pieces that are sent. Default: in host memory.
-    several = False  # Whether results may lie on further devices of this process.
     rooms = 2  # Times the rows of a round that it holds on the device.
 
     def __init__(self, group: Hashable, deadline: Deadline) -> None:

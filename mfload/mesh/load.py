@@ -46,6 +46,7 @@ _REMOTE = 2
 _WORTH = 1.1  # An exchange must save a tenth of what is read.
 _NARROWEST = 4096  # Bytes of a row,
 _DEVICE_ROW = 16 << 20  # and at most between devices, where it passes through no cache.
+_HELD = "each process reads its own: a source holds it on devices"
 _BETWEEN = "; bytes travel between devices"
 _OUT_OF_STEP = "an exchange broke off before, so that the collectives are out of step"
 
@@ -295,6 +296,11 @@ def _exchange(
     """The arrays of this process by an exchange, or None if each process reads its own; and why."""
     requests = {rank: requests.get(rank, []) for rank in group.ranks}
     options = loader.options
+    if options.exchange == "auto" and _remote(loader.sources):
+        # Seen by some processes alone: others may be on another machine than a seed.
+        held = "held" if held_on_devices(loader.sources) else ""
+        if "held" in group.gather("sources", held).values():
+            return None, _HELD
     width, why = exchanged(requests, options, backend, loader.sources)
     if width is None:
         return None, why
@@ -328,11 +334,16 @@ def _exchange(
         link.close()
 
 
+def held_on_devices(sources: Sequence[Source]) -> bool:
+    """Whether devices may take what is wanted from where it lies (see `loading.near`)."""
+    return any(hasattr(source, "lying") for source in sources)
+
+
 def landing(mine: Sequence[Request], loader: Loader, link: Link, nbytes: int) -> Device | None:
     """The device that pieces travel from, if all results land on devices and rows fit there."""
     devices, most = loader.adapter.devices, loader.options.max_device_overhead
     device = next(filter(link.moves, devices), None)
-    if device is None or (len(devices) > 1 and not link.several):
+    if device is None:
         return None
     there = session.Session(loader, mine)
     if any(each.device is None for each in there.allocations or [HOST] * len(mine)):
@@ -450,7 +461,8 @@ def preview(
     if len(ranks) > 1:
         requests = {rank: job.requests.get(rank, []) for rank in ranks}
         given = requests, chosen.options, backend, chosen.sources
-        width, note = exchanged(*given)
+        held = chosen.options.exchange == "auto" and held_on_devices(chosen.sources)
+        width, note = (None, _HELD) if held else exchanged(*given)
         beside = 0
         if width is not None and here.plan.device_bytes:
             link, rows = backend.link(ranks, width, chosen.options.deadline), len(ranks) * width

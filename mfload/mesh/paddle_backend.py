@@ -268,7 +268,14 @@ class PaddleLink(DeviceLink):
         """Memory of Paddle's on the device (see `Link`), which takes no other."""
         if self.device is None:
             return super().room(rows)
-        tensor = paddle.empty([rows.size], "uint8")
+
+        def allocate() -> Any:
+            made = paddle.empty([rows.size], "uint8")
+            # Kernels that were started before may still use memory that Paddle gave away again.
+            paddle.device.synchronize()
+            return made
+
+        tensor = self._deadline.bound(allocate, "allocating on a device")
         self._rooms[rows.ctypes.data] = room = self._memory_of(tensor)
         return room
 

@@ -147,10 +147,11 @@ class _Served:
             while (span := self._joined[name].get(timeout=_IDLE)) is not None:
                 with _beside(self._torch, self._place):
                     pair.send(self._tensor(*span), _JOINED)
-        except (RuntimeError, queue.Empty):  # The reader is gone, and will see the same.
+        except (RuntimeError, MemoryError, queue.Empty):  # The reader is gone, or will see it.
             if pair is not None:
                 pair.abandon()
-        self._joined.pop(name, None)
+        finally:
+            self._joined.pop(name, None)
 
     def _tensor(self, start: int, stop: int) -> Any:
         """A range of the data, where the group takes tensors."""

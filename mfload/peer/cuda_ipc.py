@@ -7,13 +7,14 @@ copied there.
 
 Handles go over a Unix socket to processes of the same user. The connection is a lease: the seed
 keeps the memory, also of weights that were replaced, until the reader closes it or ends.
-Run on a stub of CuPy, and on one H200.
+Run on one H200; from one device to another, on a stub of CuPy alone.
 """
 
 from __future__ import annotations
 
 import bisect
 import ctypes
+import io
 import json
 import logging
 import selectors
@@ -22,7 +23,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -37,13 +38,15 @@ from mfload.peer import forks, memfd
 from mfload.peer.data import Data, cut, flat, take
 from mfload.peer.http import HttpWay
 from mfload.peer.planner import here
+from mfload.peer.timed import Timed
 from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
 
 _HANDLE = 64  # Bytes of a handle.
 _LENGTH = struct.Struct("<Q")
 _MOST = 64 << 20  # Bytes of all handles.
-_WAIT, _PAUSE = 5.0, 0.05  # Seconds that a reader has to take them; between tries to accept one.
+_WAIT, _LEAST = 60.0, 64 << 10  # Seconds for them; bytes that must come while a seed may stall.
+_PAUSE = 0.05  # Seconds between tries to accept a reader.
 _log = logging.getLogger("mfload.peer")
 _REFUSED = (errors.MfloadError, RuntimeError, TypeError, ValueError, BufferError)
 
@@ -155,10 +158,10 @@ class _Lender:
                 each: Any = key.fileobj
                 if each is self._listener and not self._closed:
                     self._lend()
-                    continue
-                self._selector.unregister(each)  # Readers say nothing: it is the end.
-                each.close()
-                self.leases -= each is not self._listener
+                elif key.data is None or not self._hand(each, key.data):
+                    self._selector.unregister(each)  # Readers say nothing: it is the end.
+                    each.close()
+                    self.leases -= each is not self._listener
 
     def _lend(self) -> None:
         try:
@@ -167,16 +170,22 @@ class _Lender:
             if not self._closed:
                 time.sleep(_PAUSE)  # No descriptors are left.
             return
+        connection.setblocking(False)  # A reader that does not read holds up no other.
+        if memfd.trusted(connection):
+            self._selector.register(connection, selectors.EVENT_WRITE, memoryview(self._rows))
+            self.leases += 1
+        else:
+            connection.close()
+
+    def _hand(self, connection: socket.socket, left: memoryview) -> bool:
+        """Sends a reader more of the rows; False if it is gone."""
         try:
-            connection.settimeout(_WAIT)
-            if memfd.trusted(connection):
-                connection.sendall(self._rows)
-                self._selector.register(connection, selectors.EVENT_READ)
-                self.leases += 1
-                return
+            left = left[connection.send(left) :]
         except OSError:
-            pass
-        connection.close()
+            return False
+        event = selectors.EVENT_WRITE if left else selectors.EVENT_READ
+        self._selector.modify(connection, event, left or None)
+        return True
 
     def close(self) -> None:
         """Lends to no more readers; those that are there keep what they have."""
@@ -185,7 +194,8 @@ class _Lender:
             self._listener.shutdown(socket.SHUT_RDWR)
 
     def forget(self) -> None:
-        """Closes the descriptors of a fork."""
+        """Closes the descriptors of a fork, which has no readers."""
+        self.leases = 0
         for key in list((self._selector.get_map() or {}).values()):
             fork: Any = key.fileobj
             fork.close()
@@ -194,29 +204,36 @@ class _Lender:
 class _Lease:
     """A reader's connection to a lender; the memory stays as long as it is open."""
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
-        self._connection, self._ended = connection, threading.Event()
+    def __init__(self) -> None:
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._watched = False
         forks.forget_in_forks(self)
-        watched = connection, self._ended, name
+
+    def watch(self, name: str) -> None:
+        """Warns, from now on, if the lender ends before the lease; raises RuntimeError."""
+        self.connection.settimeout(None)
+        watched = self.connection, weakref.ref(self), name
         threading.Thread(target=_watch, args=watched, name="mfload-lease", daemon=True).start()
+        self._watched = True
 
     def forget(self) -> None:
         """Closes the descriptor of a fork."""
-        self._ended.set()
-        self._connection.close()
+        self.connection.close()
 
     def __del__(self) -> None:
         try:
-            self._ended.set()
-            self._connection.shutdown(socket.SHUT_RDWR)
+            if self._watched:  # To close it is up to the thread that waits for it.
+                self.connection.shutdown(socket.SHUT_RDWR)
+            else:
+                self.connection.close()
         except Exception:  # noqa: BLE001 - closed, or modules are gone at the end.
             pass
 
 
-def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None:
+def _watch(connection: socket.socket, lease: Callable[[], object], name: str) -> None:
     with connection, suppress(OSError):
         connection.recv(1)
-    if not ended.is_set():
+    if lease() is not None:
         text = "%s is gone: CUDA does not promise that arrays in its memory stay; load them anew"
         _log.warning(text, name)
 
@@ -224,25 +241,18 @@ def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None
 def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
     """Takes a lease and opens the handles, if their devices are seen here."""
     what = "the seed's manifest is malformed: what it says of its devices"
-    name = given.get("socket") if isinstance(given, dict) else None
+    name: Any = given.get("socket") if isinstance(given, dict) else None
     if not isinstance(given, dict) or not memfd.is_socket(name):
         raise errors.HeaderError(what, file=remote.name)
     if given.get("host") != here():
         return "the seed runs on another machine"
     if not hasattr(socket, "SO_PEERCRED"):
         return "the system does not tell whose process a seed is"
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    lease = _Lease()
     try:
-        connection.settimeout(remote.stalled)
-        connection.connect(f"\0{name}")
-        if not memfd.trusted(connection):
-            raise PermissionError("the process there is another user's")
-        told = _received(connection)
-        connection.settimeout(None)
+        told = _received(lease.connection, name, remote)
     except OSError as error:
-        connection.close()
         return f"the seed's socket can't be reached, or hands nothing out: {error}"
-    lease = _Lease(connection, remote.name)
     try:
         rows = [_Row(*row) for row in strict_json.loads(told, remote.name)]
         if sum(row.nbytes for row in rows) != remote.manifest.size:
@@ -252,7 +262,8 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
     way = CudaIpcWay(rows, remote)
     try:
         way.open(lease)
-    except (errors.DeviceError, errors.FrameworkMissingError) as error:
+        lease.watch(remote.name)
+    except (RuntimeError, errors.FrameworkMissingError) as error:  # Of a device, or of threads.
         way.close()
         return str(error)
     except BaseException:
@@ -261,9 +272,15 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
     return way
 
 
-def _received(connection: socket.socket) -> bytes:
-    """What a lender sends."""
-    with connection.makefile("rb") as file:
+def _received(connection: socket.socket, name: str, remote: Remote) -> bytes:
+    """What the lender of a name sends."""
+    connection.settimeout(remote.stalled)
+    connection.connect(f"\0{name}")
+    if not memfd.trusted(connection):
+        raise PermissionError("the process there is another user's")
+    timed = Timed(connection)
+    timed.allow(remote.stalled, least=_LEAST, total=_WAIT)
+    with io.BufferedReader(timed) as file:
         (length,) = _LENGTH.unpack(file.read(_LENGTH.size).ljust(_LENGTH.size, b"\xff"))
         told = file.read(length) if length <= _MOST else b""
     if not told or len(told) != length:
@@ -301,6 +318,22 @@ class _Opened:
                 pass
 
 
+def _seen(addresses: Iterable[str]) -> dict[str, Any]:
+    """Those of a seed's devices that this process sees, by PCI address."""
+    found: dict[str, Any] = {}
+    missing: errors.DeviceError | None = None
+    for pci in addresses:
+        try:
+            number = discovery.numbered(pci)
+        except errors.DeviceError as error:
+            missing = error
+        else:
+            found[pci] = discovery.find(number)
+    if missing is not None and not found:
+        raise missing
+    return found
+
+
 class CudaIpcWay:
     """Reads device memory of one seed (see `Way`)."""
 
@@ -314,16 +347,19 @@ class CudaIpcWay:
         self._arrays: list[DeviceBuffer | None] = []
 
     def open(self, lease: _Lease) -> None:
-        """Opens each allocation once; raises DeviceError or FrameworkMissingError."""
+        """Opens each allocation once, of the devices that are seen here; the rest comes over HTTP.
+
+        Raises DeviceError, if none is seen or one can't be opened, or FrameworkMissingError.
+        """
+        devices = _seen({row.pci: None for row in self._rows if row.pci})
         opened: dict[tuple[str, bytes], _Opened] = {}
         for row in self._rows:
-            if not row.pci:
+            if row.pci not in devices:
                 self._arrays.append(None)
                 continue
             key = row.pci, row.handle
             if key not in opened:
-                device: Any = discovery.find(discovery.numbered(row.pci))
-                opened[key] = _Opened(device, row.handle, lease)
+                opened[key] = _Opened(devices[row.pci], row.handle, lease)
             there = opened[key]
             if row.at + row.nbytes > there.size:
                 what, expected = "an array of the seed ends beyond its memory", there.size

@@ -28,6 +28,9 @@ DEVICE_BUFFER = 256 << 20
 
 Tensors below 1 MiB share none with larger ones there, whose memory a norm would keep."""
 
+FEW = 1024
+"""Tensors of a load up to which small ones have buffers of their own there: some ms for all."""
+
 SLAB = 16 << 20
 """The same for the small tensors on a device where large ones have buffers of their own."""
 
@@ -166,6 +169,34 @@ class Layout:
                         self._open[_HOST] = number, int(starts[count - 1] + sizes[first - 1])
         return buffer, at
 
+    def place_there(self, sizes: Any, device: int) -> tuple[Any, Any]:
+        """The same for whole tensors in mfload's buffers on a device, in columns."""
+        buffer, at, most = np.empty_like(sizes), np.empty_like(sizes), self._most(device) + _PAGE
+        large = np.full(len(sizes), False) if self._alone is None else sizes >= self._alone
+        small = (sizes < _DEVICE_SMALL) & ~large
+        found: list[tuple[Any, int]] = [([n], int(sizes[n])) for n in np.flatnonzero(large)]
+        for numbers in map(np.flatnonzero, (small, ~small & ~large)):
+            size = sizes[numbers]
+            ends = np.cumsum(-(-size // DEVICE_ALIGNMENT) * DEVICE_ALIGNMENT)
+            starts = np.concatenate(([0], ends[:-1]))
+            ends, first = starts + size, 0
+            while first < len(numbers):
+                start = starts[first]
+                end = max(first + 1, int(np.searchsorted(ends, start + most, "right")))
+                found.append((numbers[first:end], int(ends[end - 1] - start)))
+                at[numbers[first:end]] = starts[first:end] - start
+                first = end
+        at[large] = 0
+        # In the order of the first tensor of each.
+        for numbers, nbytes in sorted(found, key=lambda one: one[0][0]):
+            buffer[numbers] = len(self.specs)
+            self.specs.append(BufferSpec(nbytes, None, device))
+        return buffer, at
+
+    def _most(self, device: int | None) -> int:
+        """Bytes a buffer at most."""
+        return BUFFER if device is None else DEVICE_BUFFER if self._alone is None else SLAB
+
     def _map(self, source: int) -> int:
         """The buffer that maps a source."""
         if source not in self._maps:
@@ -184,8 +215,7 @@ class Layout:
         if follows and cursor:
             # Follow the file where it leads to an aligned place; it mostly does.
             at = -(-cursor // align) * align
-        most = BUFFER if device is None else DEVICE_BUFFER if self._alone is None else SLAB
-        if number < 0 or at + nbytes > most + _PAGE:
+        if number < 0 or at + nbytes > self._most(device) + _PAGE:
             if number >= 0:
                 self.specs[number] = BufferSpec(cursor, None, device)
             number, at = len(self.specs), wanted

@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 
 from mfload.planning.blocks import Block, Costs
-from mfload.planning.layout import BufferSpec, Layout, Packed
+from mfload.planning.layout import FEW, BufferSpec, Layout, Packed
 from mfload.planning.reads import Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
 from mfload.runtime import NamedTuple
@@ -131,6 +131,11 @@ class Plan(NamedTuple):
         held: Counter[int | None] = Counter()
         if not self.allocations:
             return held
+        if isinstance(self.places, Places):  # All are allocated alike.
+            alike = self.allocations[0]
+            if counts(alike):
+                held[alike.device] = self.result_bytes
+            return held
         for place, allocation in zip(self.places, self.allocations, strict=True):
             if counts(allocation):
                 held[allocation.device] += place.request.nbytes
@@ -163,16 +168,19 @@ def make_plan(
     Args:
         requests: What is wanted; a request may come twice, and then has two places.
         alignment: Bytes on which every tensor must lie; None for its element's size.
-        allocations: Where each request lands. Default: in mfload's memory on the host.
+        allocations: Where each request lands. Default: in mfload's memory on the host. Of
+            `WholeTensors` all are alike, in buffers that tensors share, and nothing is copied.
         mapped: Sources that may be mapped instead of read, with their sizes in bytes. Only
             what is contiguous, unconverted and aligned in the file is; the rest is read.
         given: Buffer and first byte of each request in buffers of `specs`. Default: laid out by
             `alignment`, `allocations` and `mapped`.
-        alone: Bytes from which on a tensor that lands on a device has a buffer of its own.
+        alone: Bytes from which on a tensor that lands on a device has a buffer of its own, where
+            there are more than `layout.FEW`; if there are not, each has one. Default: none has.
     """
+    alone = 0 if alone and len(requests) <= FEW else alone
     layout, reads = Layout(alignment, mapped or {}, alone), Reads(costs or Costs())
-    if isinstance(requests, WholeTensors) and requests and not allocations and given is None:
-        return _in_columns(requests, alignment, layout, reads)
+    if isinstance(requests, WholeTensors) and requests and given is None:
+        return _in_columns(requests, alignment, layout, reads, tuple(allocations))
     places: list[Any] = [None] * len(requests)
     tensors: dict[tuple[int, int, str], list[int]] = {}
     last, numbers = None, list[int]()
@@ -283,15 +291,22 @@ def _kind(wanted: Sequence[Request], layout: Layout, known: dict[Any, _Kind]) ->
 
 
 def _in_columns(
-    requests: WholeTensors, alignment: int | None, layout: Layout, reads: Reads
+    requests: WholeTensors,
+    alignment: int | None,
+    layout: Layout,
+    reads: Reads,
+    allocations: tuple[Allocation, ...],
 ) -> Plan:
-    """The plan of whole tensors in mfload's memory on the host."""
+    """The plan of whole tensors that are allocated alike."""
     columns = requests.columns
     own = [alignment or max(1, dtype.nbytes // dtype.elements) for dtype, _ in columns.kinds]
     kind, *rest = map(np.asarray, (columns.kind, columns.sources, columns.offsets, columns.nbytes))
     order = np.lexsort((rest[1], rest[0]))
     source, offset, nbytes, aligns = (each[order] for each in (*rest, np.array(own)[kind]))
-    buffer, at = layout.place_all(source, offset, nbytes, aligns)
+    if allocations and allocations[0].device is not None:
+        buffer, at = layout.place_there(nbytes, allocations[0].device)
+    else:
+        buffer, at = layout.place_all(source, offset, nbytes, aligns)
     buffers = layout.end()
     mapped = np.array([spec.source is not None for spec in buffers])
     read = np.flatnonzero((nbytes > 0) & ~mapped[buffer])
@@ -309,4 +324,4 @@ def _in_columns(
             reads.run(*run)
     there = np.empty_like(buffer), np.empty_like(at)
     there[0][order], there[1][order] = buffer, at
-    return Plan(Places(requests, *there), buffers, reads.end(), reads.staged)
+    return Plan(Places(requests, *there), buffers, reads.end(), reads.staged, allocations)

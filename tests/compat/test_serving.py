@@ -64,3 +64,6 @@ def test_options_of_peers(tmp_path: Path) -> None:
     assert {engine for _, engine, _ in weights.report.route} == {"peer-http"}
     with pytest.raises(errors.UsageError, match=r"key that mfload does not know.*'transport'"):
         Weights({"peer": {"transport": "http"}})
+    for name in ("copy", "checksums", "publish"):
+        with pytest.raises(errors.UsageError, match=f"{name} is not a bool"):
+            Weights({"peer": {name: "false"}})

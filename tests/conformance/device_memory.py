@@ -9,6 +9,8 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,6 +31,8 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
 from mfload.load_options import LoadOptions
+from mfload.loading import session
+from mfload.planning import request as planning
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
 from mfload.planning.request import Allocation, Request
 
@@ -289,6 +293,32 @@ class DeviceMemoryConformance:
             del loaded
             options = as_options({"engine": engine, "allocator": allocator})
             self.look.assert_loaded(dict(mfload.stream(path, "numpy", **options)), rows)
+            assert left() == 0
+
+    @pytest.mark.parametrize("allocator", ["auto", "mfload"])
+    def test_many_tensors_at_once(
+        self, ground: Ground, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allocator: str
+    ) -> None:
+        """Planned and wrapped in columns they are what they are one by one."""
+        adapter, made = ground.adapter, list[Any]()
+        if self.allocator != "mfload":
+            pytest.skip("each tensor is an array of the framework")
+        monkeypatch.setattr(frameworks, "get", lambda *_: adapter)
+        views = session._views
+        monkeypatch.setattr(session, "_views", lambda *given: made.append(1) or views(*given))
+        some = [row for row in self.rows(ground, material.zoo())
+                if adapter.forms[row.dtype].how != "copy"]  # fmt: skip
+        rows = [replace(row, name=f"{n}.{row.name}") for n in range(3) for row in some]
+        rows += [material.stored(f"w{n}", "BF16", (3, 1 + n % 2), n) for n in range(400)]
+        path = material.save(tmp_path / "many.safetensors", rows)
+        for few, columns in ((256, 1), (len(rows) + 1, 0)):
+            monkeypatch.setattr(planning, "_MANY", few)
+            loaded = self.look.load(path, allocator=allocator)
+            assert len(made) == columns
+            made.clear()
+            self.look.assert_loaded(loaded, rows)
+            disjoint((self.look.address(loaded[row.name]), len(row.raw)) for row in rows)
+            del loaded
             assert left() == 0
 
     def test_no_two_arrays_share_bytes(

@@ -196,7 +196,15 @@ class Machine:
                     return self.status("cuMemGetAddressRange_v2")
             return 1
 
+        def copy(dst: int, src: int, size: int, stream: int) -> int:
+            try:
+                Runtime(self).memcpyAsync(dst, src, size, Runtime.memcpyDefault, stream)
+            except CUDARuntimeError as error:
+                return error.status
+            return 0
+
         return SimpleNamespace(
+            cuMemcpyAsync=copy,
             cuMemGetAddressRange_v2=allocation,
             cuDevicePrimaryCtxRetain=retain,
             cuCtxPushCurrent_v2=push,

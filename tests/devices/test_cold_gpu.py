@@ -12,6 +12,7 @@ import watch
 from conformance.suite import no_gpu
 
 import mfload
+from mfload.cuda import staging
 from mfload.io import engine, probes, route, trial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(no_gpu() is not None, reason=str(no_gpu()))]
@@ -23,7 +24,8 @@ def test_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worth: float) -
         monkeypatch.setattr(trial, name, value)
     monkeypatch.setattr(route, "TRIED", 1 << 20)
     monkeypatch.setattr(engine, "_REPORTED_BYTES", 1)
-    whole = samples.numbers((64 << 20,), np.uint32)  # 256 MiB, so slots of 1 MiB.
+    monkeypatch.setattr(staging, "SLOT", 1 << 20)  # Many blocks.
+    whole = samples.numbers((64 << 20,), np.uint32)
     path = samples.save(tmp_path / "cold.safetensors", {"a": whole, "b": whole[:1000]})
     watch.drop_cache(path)
     with path.open("rb") as file:

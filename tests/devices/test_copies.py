@@ -7,6 +7,7 @@ from devices.contract import download, noise, pinned
 from devices.fake import FakeDevice, span
 from hypothesis import given, strategies as st
 
+from mfload.cuda import copies
 from mfload.cuda.copies import Copier, rows
 from mfload.cuda.device import Rows
 from mfload.planning.blocks import Block, Copy, Segment
@@ -87,3 +88,20 @@ def test_what_is_given_on_before_its_room_is_taken_has_left_it() -> None:
         copier.close()
     for each in memory:
         assert download(each).view(half).tolist() == numbers.tolist()
+
+
+def test_what_lies_side_by_side_is_one_copy() -> None:
+    """In the file, in memory and in one buffer, without a copy of its own."""
+    rows = Copy((2,), (3,), 0, np.dtype("u1"), np.dtype("u1"))
+    found = copies.joined(
+        [
+            Segment(10, 5, 0, 100), Segment(15, 5, 0, 105), Segment(20, 0, 0, 110),
+            Segment(20, 4, 0, 110), Segment(25, 1, 0, 114), Segment(26, 1, 0, 116),
+            Segment(27, 1, 1, 117), Segment(28, 6, 1, 118, rows), Segment(34, 1, 1, 120),
+            Segment(35, 1, 1, 121),
+        ]
+    )  # fmt: skip
+    assert found == [
+        Segment(10, 14, 0, 100), Segment(25, 1, 0, 114), Segment(26, 1, 0, 116),
+        Segment(27, 1, 1, 117), Segment(28, 6, 1, 118, rows), Segment(34, 2, 1, 120),
+    ]  # fmt: skip

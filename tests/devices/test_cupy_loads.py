@@ -152,6 +152,7 @@ def test_a_load_waits_for_no_work_of_the_user(path: Path, monkeypatch: pytest.Mo
 def test_calls_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is made with the interpreter locked: a block of one tensor costs a handful of them."""
     model = samples.save(tmp_path / "m.safetensors", {"w": samples.numbers((32 << 20,), "u1")})
+    monkeypatch.setattr(staging, "SLOT", 1 << 20)
     machine = Machine()
     land(monkeypatch, machine)
     drives: Counter[str] = Counter()
@@ -165,6 +166,7 @@ def test_calls_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mfload.load(model, framework="numpy", options=mfload.Options(threads=2))
     blocks = machine.calls["memcpyAsync"]
     assert blocks > 30
-    assert machine.calls["eventRecord"] == machine.calls["eventCreateWithFlags"] == blocks
+    assert machine.calls["eventRecord"] == blocks
+    assert machine.calls["eventCreateWithFlags"] <= 2 * staging.DEPTH  # One for each slot.
     assert machine.calls["eventSynchronize"] <= blocks
     assert drives["cuCtxPushCurrent_v2"] < blocks / 2

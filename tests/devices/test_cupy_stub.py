@@ -20,6 +20,8 @@ from devices.cupy_stub import CUDARuntimeError, Machine
 from devices.queues import MODES
 
 from mfload import errors
+from mfload.cuda import cupy_device, memory, staging
+from mfload.cuda.copies import Methods
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.cuda.device import Rows
 from mfload.io import buffers
@@ -246,16 +248,43 @@ def test_the_end_of_the_interpreter(machine: Machine, device: CupyDevice) -> Non
     machine.memory.clear()
 
 
-def test_events_end_with_their_last_user(machine: Machine, device: CupyDevice) -> None:
+def test_events_are_used_again_until_their_stream_ends(
+    machine: Machine, device: CupyDevice
+) -> None:
     stream = device.stream()
     kept, other = stream.record(), stream.record()
-    assert kept.handle != other.handle
+    first = other.handle
+    assert kept.handle != first
     del other
-    assert len(machine.events) == 1
+    other = stream.record()
+    assert other.handle == first
+    assert len(machine.events) == machine.calls["eventCreateWithFlags"] == 2
+    del other
     stream.close()
+    assert len(machine.events) == 1
     assert kept.done()
     del kept
     assert not machine.events
+
+
+def test_copies_from_pageable_memory_give_up_the_lock(
+    machine: Machine, device: CupyDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take as long as to read it; those of page-locked memory return at once."""
+    kept, target, stage = [], device.allocate(5000), buffers.allocate(5000)
+    real = device.memcpy
+    monkeypatch.setattr(device, "memcpy", lambda *args: kept.append(args) or real(*args))
+    with pinned(device, 100) as locked, streams(device) as stream:
+        stream.copy_in(target, 0, locked, flat(100))
+        assert len(kept) == 1
+        machine.fail["hostRegister"] = 2
+        with pytest.raises(errors.MemoryLimitError):
+            device.pin(stage)
+        stream.copy_in(target, 0, stage, flat(5000))
+        assert len(kept) == 1
+        stream.copy_within(target, 0, target, 2000, flat(1000))
+        assert len(kept) == 2
+        stream.synchronize()
 
 
 def interrupt(monkeypatch: pytest.MonkeyPatch, where: Any, call: str, at: int = 1) -> None:
@@ -483,3 +512,24 @@ def test_a_reader_makes_its_device_current_once(
     assert found == [3]  # For itself, inside the other, and in the end.
     assert pushes() == 7
     assert machine.stack == [None]
+
+
+def test_what_outlives_the_names_of_its_module_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules that something refers to when the interpreter ends are emptied before it dies."""
+    machine, said = Machine(), list[Any]()
+    device = CupyDevice(0, machine.cupy(), machine.driver())
+    size = staging.Staging(Methods([]), 1 << 16)
+    held = [
+        device.allocate(100),
+        device.stream().record(),
+        staging.PinnedSlot(device, size),
+        memory.share(device, buffers.allocate(5000)),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", said.append)
+        for module in (cupy_device, memory, staging):
+            for name in vars(module).keys() - {"__builtins__"}:
+                patch.setitem(vars(module), name, None)
+        held.clear()
+        gc.collect()
+    assert not said

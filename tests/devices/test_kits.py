@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from devices.queues import MODES, Span
 
 import mfload
 from mfload import errors
-from mfload.cuda import staging
+from mfload.cuda import memory, staging
 from mfload.cuda.copies import Methods
 from mfload.cuda.memory import DeviceBuffer
 from mfload.cuda.staging import Kit, Kits, PinnedSlot, Ring, Staging
@@ -158,6 +159,49 @@ def test_no_thread_waits_for_what_was_given_back() -> None:
         timer.join(10)
         assert not timer.is_alive()
     device.assert_clean()
+
+
+def _use(kits: Kits, device: FakeDevice) -> None:
+    kits.keep_within([device], 1, (float("inf"), float("inf")))
+    kits.give(device, kits.take(device, Staging(Methods([]), 64 << 10)))
+    kits.give_back()
+
+
+def _interrupted(at: int, call: Callable[[], object]) -> bool:
+    """Whether Ctrl-C came at a line of `Kits`, of so many that are run before."""
+    left = [at]
+
+    def line(_: Any, event: str, __: Any) -> Any:
+        left[0] -= event == "line"
+        if left[0] < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return line
+
+    before = sys.gettrace()
+    sys.settrace(lambda frame, *_: line if frame.f_code.co_qualname.startswith("Kits.") else None)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_an_interrupt_loses_nothing() -> None:
+    before, at, interrupted = memory.live_bytes(), 0, True
+    while interrupted:
+        device = FakeDevice()
+        kits, made = kept(device, 2)
+        made.clear()
+        interrupted = _interrupted(at, partial(_use, kits, device))
+        kits.close()
+        gc.collect()
+        assert memory.live_bytes() == before, at
+        device.assert_clean()
+        at += 1
+    assert at > 30
 
 
 def test_what_is_in_use_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,7 @@ from mfload.frameworks.several import SeveralAdapter
 from mfload.io import buffers
 from mfload.load_options import LoadOptions
 from mfload.loading import session
+from mfload.planning import plan as planning
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
 
@@ -233,10 +234,12 @@ class Pooled(arrays.Arrays):
 
 @pytest.mark.parametrize("timeout", [None, 60])
 @pytest.mark.parametrize("parts", [0, 1, 2])
+@pytest.mark.parametrize("few", [0, len(MODEL)])
 def test_buffers_of_the_framework(
-    path: Path, monkeypatch: pytest.MonkeyPatch, timeout: Any, parts: int
+    path: Path, monkeypatch: pytest.MonkeyPatch, few: int, timeout: Any, parts: int
 ) -> None:
     """On the stream of the caller's thread, and nothing is written before they are settled."""
+    monkeypatch.setattr(planning, "FEW", few)
     total = sum(array.nbytes for array in MODEL.values())
     device, report = FakeDevice(total=total // 2), mfload.Report()
     made = [Pooled(device, pool=Pool(2 * total, "")) for _ in range(parts or 1)]
@@ -248,7 +251,8 @@ def test_buffers_of_the_framework(
     samples.assert_same(found, MODEL)
     large = [array for array in MODEL.values() if array.nbytes >= Pooled.alone]
     *rest, owner = made  # They share the device.
-    assert owner.done == [("allocate", "side")] * (len(large) + 1) + [("settled", "side")]
+    count = len(MODEL) if few else len(large) + 1
+    assert owner.done == [("allocate", "side")] * count + [("settled", "side")]
     assert all(one.done == [("settled", "side")] for one in rest)
     assert report.device_peak_bytes == memory.live_bytes() == device.calls["allocate"] == 0
     # What mfload allocates itself, CUDA has to have.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import gc
 import importlib
+import mmap
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +171,28 @@ def test_it_is_freed_behind_all_work(monkeypatch: pytest.MonkeyPatch) -> None:
     del held
     gc.collect()
     assert done == ["unpin"]
+    device.assert_clean()
+
+
+def test_a_child_that_drops_arrays_takes_no_memory_of_others() -> None:
+    """It has no pages where they lie, so that the system may have given it others there."""
+    device = FakeDevice(unified=True)
+    held = memory.share(device, buffers.allocate(8 << 20))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Other tests have threads.
+        child = os.fork()
+    if not child:
+        there = held.address, held.address + held.nbytes
+        found = [mmap.mmap(-1, 1 << 20) for _ in range(64)]
+        addresses = [np.frombuffer(each, np.uint8).ctypes.data for each in found]
+        del held
+        for each in found:
+            each[0] = 1
+        # Where there is none, this has shown nothing.
+        os._exit(0 if any(there[0] <= each < there[1] for each in addresses) else 3)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 3)
+    del held
     device.assert_clean()
 
 

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -38,7 +39,7 @@ from mfload import dtypes, errors, frameworks
 from mfload.cuda import memory
 from mfload.cuda.device import Device
 from mfload.dlpack import View
-from mfload.frameworks import base, jax_adapter, jax_memory
+from mfload.frameworks import base, jax_adapter, jax_memory, private_api
 from mfload.frameworks.base import Adapter
 from mfload.io import buffers
 from mfload.mesh import jax_backend
@@ -197,6 +198,25 @@ class TestJaxLanding(DeviceMemoryConformance):
             self.check(material.aligned(("I64",)), [array])
         finally:
             jax.config.update(f"jax_{what}", before)
+
+    def test_transfer_guards_are_no_matter(self, tmp_path: Path) -> None:
+        """A load or a save is a copy that the user asked for."""
+        land, path = FakeDevice(), tmp_path / "m.safetensors"
+        private_api.jax_capsule_importer.cache_clear()
+        jax_memory._slab_program.cache_clear()
+        numbers = jnp.arange(6, dtype=jnp.int32).astype(jnp.float4_e2m1fn)  # Copied to be saved.
+        before = jax.config.jax_transfer_guard  # pyright: ignore
+        jax.config.update("jax_transfer_guard", "disallow_explicit")
+        try:
+            assert jax_memory.fillable(cpu(0), land)
+            take = jax_memory.importer(cpu(0), land)
+            mfload.save({"w": numbers}, path)
+            (loaded,) = mfload.load(path, "jax").values()
+        finally:
+            jax.config.update("jax_transfer_guard", before)
+        private_api.jax_capsule_importer.cache_clear()
+        assert take.__name__ == jax_memory.importer(cpu(0), land).__name__
+        assert np.array_equal(np.asarray(loaded), np.asarray(numbers))
 
     def test_what_is_said_of_device_memory(self) -> None:
         land = FakeDevice(place=(2, 1))

@@ -157,7 +157,7 @@ def test_the_best_of_a_disk_with_one_best_number_is_found(
 
 def test_more_readers_come_and_go_within_a_load() -> None:
     """Of each number one thread at a time; each block is filled once."""
-    wanted, live, seen, calls = [2, 5, 1, 3], set[int](), list[int](), list[int]()
+    wanted, live, seen, told = [2, 5, 1, 3], set[int](), list[int](), [0]
     lock, counts = threading.Lock(), list[tuple[int, int]]()
 
     class Told:
@@ -167,8 +167,8 @@ def test_more_readers_come_and_go_within_a_load() -> None:
             assert now > 0
 
         def came(self, nbytes: int, now: float) -> None:
-            calls.append(nbytes)
-            Told.way = Way(True, wanted[min(3, len(calls) // 100)])
+            told[0] += nbytes // (2 * MIB)
+            Told.way = Way(True, wanted[min(3, told[0] // 100)])
 
     def work(share: engine.Share) -> None:
         name = threading.get_ident()
@@ -178,14 +178,14 @@ def test_more_readers_come_and_go_within_a_load() -> None:
             time.sleep(0.001)
             with lock:
                 seen.append(block.offset)
-                counts.append((len(calls), len(live)))
+                counts.append((told[0], len(live)))
             share.done(block)
         with lock:
             live.discard(name)
 
     blocks = [Block(0, n, 2 * MIB, ()) for n in range(400)]
-    told: Any = Told()
-    engine.Engine([(blocks, work, 5)], trial=told).run(Deadline(None))
+    tried: Any = Told()
+    engine.Engine([(blocks, work, 5)], trial=tried).run(Deadline(None))
     assert sorted(seen) == list(range(400))
     assert max(n for _, n in counts) == 5
     assert max(n for at, n in counts if at < 100) == 2
@@ -368,14 +368,21 @@ def test_devices_share_the_readers_that_are_wanted() -> None:
         assert most == {0: each, 1: each}
 
 
+@pytest.mark.parametrize("files", [1, 6])
 @pytest.mark.usefixtures("tried")
 def test_the_batches_of_a_stream_go_on_with_one_trial(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: int
 ) -> None:
+    """Also if each is of files that alone are not worth one."""
     monkeypatch.setattr(trial, "WORTH", 0.0)
-    parts = {f"t{n}": LARGE[n : n + 3 * MIB] for n in range(12)}
-    path = samples.save(tmp_path / "cold.safetensors", parts)
-    _dropped(path)
+    monkeypatch.setattr(route, "TRIED", 20 * MIB)
+    parts = {f"t{n:02}": LARGE[n : n + 3 * MIB] for n in range(12)}
+    path, names = tmp_path / "cold", sorted(parts)
+    path.mkdir()
+    for n in range(files):
+        some = names[n * 12 // files : (n + 1) * 12 // files]
+        part = path / f"model-{n:05}.safetensors"
+        _dropped(samples.save(part, {name: parts[name] for name in some}))
     monkeypatch.setattr("mfload.loading.stream.BATCH", 4 * MIB)
     reads, report = watch.spy(monkeypatch), mfload.Report()
     for name, array in mfload.stream(path, "numpy", report=report):

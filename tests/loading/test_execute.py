@@ -26,6 +26,7 @@ from mfload.loading import allocate
 from mfload.planning import blocks, layout
 from mfload.planning.plan import Plan
 from mfload.runtime import Deadline
+from mfload.sources import local
 
 MODEL = samples.model()
 
@@ -143,19 +144,19 @@ def test_time_runs_out_though_bytes_keep_coming(
     path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros(24 << 20, np.uint8)})
     small = blocks.Costs(block=1 << 20)
     monkeypatch.setattr("mfload.sources.local.LocalFile.costs", small)
-    seen: list[int] = []
+    seen, read = list[int](), local.OpenFile.read
 
-    def slow(done: int, _: int) -> None:
-        # There is always more to hear of than was heard.
-        time.sleep(0.1)
-        seen.append(done)
+    def slow(self: Any, vector: Any, *args: Any) -> int:
+        time.sleep(0.1 if vector[0].nbytes >= 1 << 20 else 0)
+        return read(self, vector, *args)
 
+    monkeypatch.setattr(local.OpenFile, "read", slow)
     with pytest.raises(errors.LoadTimeoutError) as info:
         mfload.load(
             path,
             framework="numpy",
-            progress=slow,
-            options=mfload.Options(timeout=0.5, engine="pread"),
+            progress=lambda done, _: seen.append(done),
+            options=mfload.Options(timeout=0.5, engine="pread", threads=2),
         )
     assert 2 < len(seen) < 20
     assert info.value.file == os.fspath(path)

@@ -443,11 +443,11 @@ def test_blocks_and_readers_are_bounded(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(execute, "share_of_cores", lambda cores=cores: cores)
         assert execute.reader_threads(direct) == readers
     # Only what the page cache holds is worth more of them.
-    for devices, cold, readers in ((1, False, 12), (1, True, 8), (4, False, 16), (0, False, 8)):
+    for devices, cold, readers in ((1, False, 16), (1, True, 8), (8, False, 32), (0, False, 8)):
         monkeypatch.setattr(execute, "share_of_cores", lambda: 64)
         assert execute.reader_threads(cold, devices, cold=cold) == readers
-    # Onto a device: a sixteenth in two slots for each reader, but for what 1 MiB each comes to.
-    for nbytes, most in ((1 << 34, 16 << 20), (1 << 27, 2 << 20), (1 << 20, 1 << 20)):
+    # Onto a device: a sixteenth in two slots for each reader, but for what 4 MiB each comes to.
+    for nbytes, most in ((1 << 34, 8 << 20), (3 << 27, 6 << 20), (1 << 20, 4 << 20)):
         row = TensorInfo("a", dtypes.TABLE["U8"], (nbytes,), (Piece(0, 0, nbytes),))
         landing = Allocation(0, "mfload", copied=False)
         how = Readers()

@@ -463,6 +463,28 @@ class TestChoosing:
         assert width is None
         assert "reading 2.5 (measured)" in note
 
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_what_a_seed_holds_on_devices_is_taken_from_there(self, rank: int) -> None:
+        # By all, also by those that do not see its devices.
+        whole = tensor("w", "F32", (1024, 1024))
+        requests: Any = {n: [Request(whole, whole.dtype)] for n in range(2)}
+        seed = SimpleNamespace(costs=Costs(concurrency=2))
+        if rank == 0:
+            seed.lying = print
+        said: list[str] = []
+
+        def gather(what: str, text: str) -> dict[int, str]:
+            said.append(text)
+            return {0: "held", 1: ""}
+
+        group: Any = SimpleNamespace(ranks=(0, 1), rank=rank, gather=gather)
+        loader: Any = SimpleNamespace(options=LoadOptions(), sources=[seed])
+        given: Any = Hosts("gpu"), group, None, None
+        arrays, note = mesh_load._exchange(requests, loader, *given)  # pyright: ignore[reportPrivateUsage]
+        assert arrays is None
+        assert note == "each process reads its own: a source holds it on devices"
+        assert said == ["" if rank else "held"]
+
     def test_rows_are_never_exchanged(self) -> None:
         requests = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 2)
         assert self.choose(requests, "auto", "gpu")[0] is None

@@ -10,8 +10,10 @@ import gc
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
@@ -632,7 +634,7 @@ def test_forks_keep_no_lease(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
         found = mfload.load(seed.url, "numpy", options=IPC)
         held = [each for each in gc.get_objects() if isinstance(each, cuda_ipc._Lease)]
-        numbers = [each._connection.fileno() for each in held]
+        numbers = [each.connection.fileno() for each in held]
         for each in list(cuda_ipc._lenders):
             numbers += [key.fd for key in list(each._selector.get_map().values())]
         assert len(numbers) >= 3
@@ -664,14 +666,111 @@ def test_a_seed_that_ends(
         del found
 
 
+@pytest.mark.parametrize("sent", ["", "all but a byte", "slowly"])
+def test_a_lender_that_stalls(sent: str) -> None:
+    """It is given up, also if a byte comes now and then."""
+    name, listener = memfd.listening()
+
+    def lend() -> None:
+        connection, _ = listener.accept()
+        with connection, contextlib.suppress(OSError):
+            rows = json.dumps([[10]]).encode()
+            told = cuda_ipc._LENGTH.pack(len(rows)) + rows
+            if sent == "slowly":
+                for n in range(len(told)):
+                    connection.sendall(told[n : n + 1])
+                    time.sleep(0.5)
+            elif sent:
+                connection.sendall(told[:-1])
+            connection.recv(1)
+
+    thread = threading.Thread(target=lend)
+    thread.start()
+    start = time.monotonic()
+    assert "hands nothing out" in _connect({"host": HERE, "socket": name})
+    assert time.monotonic() - start < 3
+    thread.join()
+    listener.close()
+
+
+def _small(count: int) -> tuple[list[Held], dict[str, Any]]:
+    """So many arrays that what is said of them fills the buffer of a socket."""
+    arrays = {f"t{n}": np.full(3, n, np.int32) for n in range(count)}
+    row, rows = OnDevice(np.zeros(512 * count, np.uint8)), list[Held]()
+    for n, (name, array) in enumerate(arrays.items()):
+        memory = cuda_ipc.DeviceMemory(row.device, row.address + 512 * n, 12, row)
+        ctypes.memmove(memory.address, array.ctypes.data, 12)
+        rows.append(_row(name, array, memory))
+    return rows, arrays
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs forks, and /proc")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_reader_that_does_not_read(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds up no other, counts as one that has the memory open, and no fork keeps it."""
+    rows, arrays = _small(3000)
+    _land(monkeypatch)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        (lender,) = [each for each in cuda_ipc._lenders if each.name in str(seed.manifest.ways)]
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stuck:
+            stuck.connect(f"\0{lender.name}")
+            _until(lambda: cuda_ipc.leases() == 1)
+            (number,) = [key.fd for key in lender._selector.get_map().values() if key.data]
+            child = os.fork()
+            if not child:
+                os._exit(os.path.exists(f"/proc/self/fd/{number}"))
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            _same(mfload.load(seed.url, "numpy", options=IPC), arrays)
+        _until(lambda: not cuda_ipc.leases())
+
+
+def test_devices_that_are_not_seen(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies on them comes over HTTP; the rest is not copied."""
+    arrays, report, numbered = _arrays(), Report(), discovery.numbered
+    rows = _rows(arrays)
+    there = {row.name: row.memory.address for n, row in enumerate(rows) if not n % 3}
+    _land(monkeypatch)
+
+    def seen(pci: str) -> int:
+        if numbered(pci):
+            raise errors.DeviceError("no such CUDA device here", found=pci)
+        return 0
+
+    monkeypatch.setattr(discovery, "numbered", seen)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        found = mfload.load(seed.url, "numpy", options=IPC, report=report)
+        _same(found, arrays)
+    assert report.route[0][1] == "peer-cuda_ipc"
+    assert "read through the host" in report.route[0][2]
+    aligned = {name: at for name, at in there.items() if not at % 256}
+    assert aligned
+    assert aligned.items() <= {name: each.ctypes.data for name, each in found.items()}.items()
+    del found
+
+
+def test_the_route_of_arrays_without_bytes(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read in no way."""
+    empty, report = np.zeros((0, 3), np.float32), Report()
+    rows = [*_devices({"x": np.ones(9)}), _row("e", empty, empty.reshape(-1).view(np.uint8))]
+    _land(monkeypatch)
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        found = mfload.load(seed.url, "numpy", options=IPC, report=report)
+        _same(found, {"x": np.ones(9), "e": empty})
+    assert "arrays lie in its memory" in report.route[0][2]
+    assert "host" not in report.route[0][2]
+    del found
+
+
 def test_other_users(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are handed nothing, and trust no other user's process."""
     with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
         monkeypatch.setattr(memfd, "trusted", lambda _: False)
         with pytest.raises(errors.SourceError, match="another user's"):
             mfload.load(seed.url, "numpy", options=IPC)
-        asked = iter([True, False, True, False])
-        monkeypatch.setattr(memfd, "trusted", lambda _: next(asked))
+        mine = threading.main_thread()
+        monkeypatch.setattr(memfd, "trusted", lambda _: threading.current_thread() is mine)
         with pytest.raises(errors.SourceError, match="hands nothing out"):
             mfload.load(seed.url, "numpy", options=IPC)
         assert not cuda_ipc.leases()

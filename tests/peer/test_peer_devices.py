@@ -206,3 +206,26 @@ def test_nccl_keeps_device_memory_that_it_may_still_write_to(
     address = tensor.array.ctypes.data
     assert any(at <= address < at + held for at, held in land.memory.items())
     assert Nccl.aborted
+
+
+def test_a_seed_without_memory_for_a_message(
+    land: FakeDevice, ranks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lets go of the reader, which is told after `stalled` seconds."""
+    there = FakeDevice((CUDA, 3), "cuda:3")
+    served: list[Any] = []
+
+    def refused(self: Any, *_: int) -> None:
+        served.append(self)
+        raise errors.MemoryLimitError("refused")
+
+    monkeypatch.setattr(collective._Served, "_tensor", refused)
+    given = rows(lambda _: there)
+    with mfload.publish(given, model="m", transports=("collective",), checksums=False) as seed:
+        ranks[0] = 1
+        peer = PeerOptions(transports=("collective",), checksums=False, stalled=0.3)
+        with pytest.raises(errors.ReadError, match="stalls"):
+            mfload.load(seed.url, "numpy", options=Options(peer=peer))
+        ranks[0] = 0
+        assert not served[0]._joined
+    collective._kept.clear()

@@ -18,7 +18,7 @@ from samples import whereabouts
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
 from mfload.io.pread import place as put
-from mfload.planning import layout
+from mfload.planning import layout, plan as planning
 from mfload.planning.blocks import Costs
 from mfload.planning.boxes import c_strides
 from mfload.planning.plan import Plan, make_plan
@@ -243,6 +243,10 @@ def test_a_tensor_that_overflows_a_buffer_begins_the_next() -> None:
 def test_large_tensors_of_a_device_may_have_buffers_of_their_own(sizes: list[int]) -> None:
     there = [Allocation(0, "mfload", copied=False)] * len(sizes)
     plan = make_plan(_whole(sizes, start=40), allocations=there, alone=1 << 20)
+    assert [plan.buffers[buffer].nbytes for _, buffer, _ in plan.places] == sizes  # They are few.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planning, "FEW", 0)
+        plan = make_plan(_whole(sizes, start=40), allocations=there, alone=1 << 20)
     held: dict[int, list[tuple[int, int]]] = {}
     for request, buffer, at in plan.places:
         held.setdefault(buffer, []).append((at, request.nbytes))

@@ -16,7 +16,7 @@ from mfload.index import Columns, Piece, TensorInfo
 from mfload.planning import layout, request
 from mfload.planning.blocks import Costs
 from mfload.planning.plan import make_plan
-from mfload.planning.request import Request, WholeTensors
+from mfload.planning.request import Allocation, Request, WholeTensors
 
 SLOW = bool(os.environ.get("MFLOAD_SLOW"))
 _KINDS = ["U8", "BF16", "F32", "F64", "C64", "F4", "F6_E2M3", "F31"]
@@ -51,6 +51,7 @@ def _options(rng: random.Random, rows: list[TensorInfo], sources: int) -> dict[s
             block=rng.choice([1 << 14, 1 << 18, 16 << 20]), merge_gap=rng.choice([0, 3, 64, 4096])
         ),
         "mapped": {n: ends[n] for n in range(sources) if rng.random() < 0.3},
+        "alone": rng.choice([None, 5000, 100_000, (1 << 20) + 1]),
     }
 
 
@@ -65,16 +66,23 @@ def test_columns_and_rows_make_the_same_plan(seed: int) -> None:
         rng.shuffle(rows)
     options = _options(rng, rows, sources)
     buffer = rng.choice([5000, 300_000, 64 << 20])
+    if seed % 2:
+        options["allocations"] = [Allocation(seed % 4, "mfload", copied=False)] * len(rows)
     whole = WholeTensors(Columns.of(rows))
     requests = [Request(row, row.dtype) for row in rows]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "BUFFER", buffer)
+        patch.setattr(layout, "DEVICE_BUFFER", 2 * buffer)
+        patch.setattr(layout, "SLAB", buffer // 2)
+        patch.setattr(layout, "_DEVICE_SMALL", rng.choice([3000, 50_000, 1 << 20]))
         ours, theirs = make_plan(whole, **options), make_plan(requests, **options)
     assert list(ours.places) == list(theirs.places)
     assert ours[1:] == theirs[1:]
     assert [ours.places[n] for n in range(len(rows))] == list(theirs.places)
     for each in ("result_bytes", "read_bytes", "wanted_bytes", "mapped_bytes", "buffer_bytes"):
         assert getattr(ours, each) == getattr(theirs, each)
+    assert ours.device_bytes == theirs.device_bytes
+    assert ours._sum(lambda _: True) == theirs._sum(lambda _: True)
     assert not ours.copied_bytes
     assert not ours.lent_bytes
     for block in ours.blocks[:3]:

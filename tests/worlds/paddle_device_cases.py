@@ -41,12 +41,21 @@ def there(here: World, mode: Any = "lazy", **fails: Any) -> Generator[list[int]]
             dist.scatter(row, parts if root == here.rank else None, src=root)
             came[root * width : (root + 1) * width] = row
 
+    allocate = PaddleLink.room
+
+    def room(link: PaddleLink, rows: Any) -> Any:
+        before = waits.call_count
+        made = allocate(link, rows)
+        assert link.device is None or waits.call_count > before, "kernels may still use the memory"
+        return made
+
     adapter = paddle_adapter.PaddleAdapter(paddle.CPUPlace(), land)
     with (
         mock.patch.object(paddle_adapter, "make", return_value=adapter),
         mock.patch.object(PaddleLink, "moves", return_value=True),
         mock.patch.object(dist, "alltoall_single", swap),
-        mock.patch.object(paddle.device, "synchronize"),
+        mock.patch.object(PaddleLink, "room", room),
+        mock.patch.object(paddle.device, "synchronize") as waits,
         mock.patch.object(staging, "SLOT", 256 << 10),
         mock.patch.object(redistribute, "ALONE", 8 << 10),
     ):
