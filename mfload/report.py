@@ -105,9 +105,10 @@ class Report(Printable):
         aliased_bytes: Bytes of the arrays that were not copied after they had landed.
         peak_bytes: The most host memory that mfload's buffers held at once (`Preview.peak_bytes`
             states it beforehand): arrays that lie in them, tensors that wait for the framework to
-            copy them, and slots of the readers, also of loads of other threads. Not counted: what
-            was held before, maps of files, the framework's own memory, and some 5 to 17 MiB of
-            Python, its threads and the framework.
+            copy them, and slots of the readers, also of loads of other threads; onto devices also
+            larger slots that loads before have left. Not counted: what was held before, maps of
+            files, the framework's own memory, and some 5 to 17 MiB of Python, its threads and the
+            framework.
         device_peak_bytes: The most that mfload's buffers held on each device, added up.
         stages: Seconds of each stage: headers, import (of the framework, the first time), plan,
             allocate, transfer, arrays. "failed attempt" is what was spent on places and seeds that

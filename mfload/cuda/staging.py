@@ -62,7 +62,10 @@ def staging(blocks: Iterable[Block], methods: Methods, most_spare: int) -> Stagi
     """
     longest = spare = largest = 0
     for block in blocks:
-        longest = max(longest, block.nbytes)
+        if block.nbytes > longest:
+            longest = block.nbytes
+        if not any(segment.copy for segment in block.segments):
+            continue
         prepared = methods.working_bytes(block)
         spare, largest = max(spare, sum(prepared)), max(largest, *prepared, 0)
     return Staging(methods, longest, max(largest, min(spare, most_spare)))

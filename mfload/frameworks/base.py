@@ -243,6 +243,15 @@ def memory_at(owner: Any, address: int, nbytes: int, device: Device | None = Non
     return array_at(owner, address, (nbytes,))
 
 
+def in_a_graph(framework: str) -> errors.UsageError:
+    """The error for arrays of a framework's own that a CUDA graph would write to when it runs."""
+    return errors.UsageError(
+        f"a CUDA graph is being captured, and would have {framework}'s memory for itself",
+        expected="allocator='auto', or a load outside the capture",
+        found="allocator='framework'",
+    )
+
+
 def on_device(view: View) -> bool:
     """Whether a view lies in the memory of a device."""
     return not isinstance(view.memory, np.ndarray)

@@ -78,6 +78,8 @@ class CupyAdapter(base.Adapter):
         return self._allocate
 
     def _allocate(self, nbytes: int) -> DeviceBuffer:
+        if self._is_capturing():
+            return self.devices[0].allocate(nbytes)
         with self._current():
             held = self._cupy.empty(max(nbytes, 1), "uint8")
         return base.memory_at(held, held.data.ptr, nbytes, self.devices[0])
@@ -88,10 +90,24 @@ class CupyAdapter(base.Adapter):
             yield
             # CuPy gives memory that was freed to the next array on the same stream, where kernels
             # that were started before may still use it.
-            self._cupy.cuda.get_current_stream().synchronize()
+            if not self._is_capturing():
+                self._cupy.cuda.get_current_stream().synchronize()
+
+    def _is_capturing(self) -> bool:
+        """Whether a graph is captured that would be spoiled if the current stream were waited for.
+
+        It may be captured on another one, if this is the legacy default stream.
+        """
+        try:
+            with self.devices[0].current():
+                return self._cupy.cuda.get_current_stream().is_capturing()
+        except RuntimeError:
+            return True
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         with self.allocating():
+            if self._is_capturing():
+                raise base.in_a_graph("CuPy")
             arrays = [self._cupy.empty(shape, kind) for kind, shape in wanted]
         return [(array, array.data.ptr) for array in arrays]
 

@@ -253,7 +253,7 @@ def on_host(array: Any) -> Any:
         gc.collect(0)
     # An array keeps the copy that NumPy is given for as long as it lives: the one that does so
     # here is another over the same memory.
-    with undisturbed():
+    with jax.transfer_guard("allow"):
         return np.asarray(
             jax.make_array_from_single_device_arrays(array.shape, array.sharding, [array])
         )

@@ -133,12 +133,10 @@ class TorchAdapter(base.Adapter):
                 torch.cuda.current_stream(self.place).synchronize()
 
     def empty(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
-        made = self._new(wanted)
-        if self.place.type == "cuda":
-            # Torch gives memory that was freed to the next tensor on the same stream, where
-            # kernels that were started before may still use it.
-            torch.cuda.current_stream(self.place).synchronize()
-        return made
+        with self.allocating():
+            if self.place.type == "cuda" and torch.cuda.is_current_stream_capturing():
+                raise base.in_a_graph("torch")
+            return self._new(wanted)
 
     def _new(self, wanted: Sequence[tuple[str, tuple[int, ...]]]) -> list[tuple[Any, int]]:
         place = self.place if self.devices else "cpu"

@@ -108,7 +108,7 @@ def lying(plan: Plan, sources: Sequence[Source]) -> dict[int, DeviceBuffer]:
     made: dict[int, DeviceBuffer] = {}
     for place, each in zip(plan.places, plan.allocations, strict=True):
         if each.owner == "source":
-            there, (start, _) = _lying(place.request, sources), _rows(place.request) or (0, None)
+            there, (start, _) = _open(place.request, sources), _rows(place.request) or (0, None)
             if start or place.request.nbytes < there.nbytes:
                 at, nbytes = there.address + start, place.request.nbytes
                 there = DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
@@ -159,7 +159,7 @@ def _copies(
     """
     last: _Copied | None = None
     for request, buffer, at in sorted(places, key=_SPOT):
-        there, target = _lying(request, sources), memory[buffer]
+        there, target = _open(request, sources), memory[buffer]
         start, rows = _rows(request) or (0, Rows.one(0))
         if last is not None:
             held, begin, seen, first, before = last
@@ -184,6 +184,15 @@ def _lying(request: Request, sources: Sequence[Source]) -> Any:
     source, offset, nbytes, _ = request.info.pieces[0]
     lying: Any = getattr(sources[source], "lying", None)
     return None if lying is None else lying(offset, nbytes)
+
+
+def _open(request: Request, sources: Sequence[Source]) -> Any:
+    """The same of a request that is planned to use it."""
+    there = _lying(request, sources)
+    if there is None:  # By another thread.
+        name = sources[request.info.pieces[0].source].name
+        raise errors.UsageError("the checkpoint was closed", file=name)
+    return there
 
 
 def _rows(request: Request) -> tuple[int, Rows] | None:

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
 from typing import Any
 
@@ -206,13 +206,13 @@ class _Lease:
 
     def __init__(self) -> None:
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._watched = False
+        self._watched, self._ended = False, threading.Event()
         forks.forget_in_forks(self)
 
     def watch(self, name: str) -> None:
         """Warns, from now on, if the lender ends before the lease; raises RuntimeError."""
         self.connection.settimeout(None)
-        watched = self.connection, weakref.ref(self), name
+        watched = self.connection, self._ended, name
         threading.Thread(target=_watch, args=watched, name="mfload-lease", daemon=True).start()
         self._watched = True
 
@@ -222,6 +222,7 @@ class _Lease:
 
     def __del__(self) -> None:
         try:
+            self._ended.set()
             if self._watched:  # To close it is up to the thread that waits for it.
                 self.connection.shutdown(socket.SHUT_RDWR)
             else:
@@ -230,10 +231,10 @@ class _Lease:
             pass
 
 
-def _watch(connection: socket.socket, lease: Callable[[], object], name: str) -> None:
+def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None:
     with connection, suppress(OSError):
         connection.recv(1)
-    if lease() is not None:
+    if not ended.is_set():
         text = "%s is gone: CUDA does not promise that arrays in its memory stay; load them anew"
         _log.warning(text, name)
 
@@ -408,6 +409,6 @@ class CudaIpcWay:
             raise errors.ReadError(what, file=self._remote.name, found=str(error)) from error
 
     def close(self) -> None:
-        """Lets go of the memory; arrays over it keep it, with the lease."""
-        self._arrays.clear()
+        """Lets go of the memory; arrays over it keep it, with the lease. Reads go over HTTP."""
+        self._arrays = [None] * len(self._rows)
         self._http.close()

@@ -152,9 +152,11 @@ class PeerSource:
         return PeerHandle(self)
 
     def keep(self, keeps: bool) -> None:
-        """Closes the connections that wait at the checkpoint's end."""
+        """At the checkpoint's end, closes connections that wait, and lets go of device memory."""
         if not keeps:
             self._client.close()
+            if hasattr(self.way, "lying"):
+                self.way.close()
 
     def check(self) -> None:
         """Raises SourceChangedError if the seed has another generation now."""

@@ -34,8 +34,9 @@ _COLD_SLOT = 8 << 20
 _SHARES, _LEAST_SHARE = 4, 2 << 20  # Blocks of each reader, at least; bytes of one.
 # To make and lock pages takes three times as long as eight readers take to read as much from the
 # page cache (H200, 16 cores). So of what is loaded no more than this part is locked, in slots that
-# are still worth a read; but slots that are kept for other loads are made once. A block takes
-# 0.13 ms in which no other reader runs: of 1, 2, 4 MiB, 4.3 GB take 0.54, 0.28, 0.13 s (H200).
+# are still worth a read; but slots that are kept for other loads are made once. A block takes 0.13
+# ms in which no other reader is served: by blocks of 1, 2 and 4 MiB 4.3 GB take 0.54, 0.28 and 0.13
+# s (H200).
 _PINNED = 16
 _LEAST_SLOT = 4 << 20
 # Slots in which a reader may hold what it fetches, and what it puts together, to decode a block.

@@ -63,7 +63,13 @@ class _Stream:
         self._pool, self._queue = pool, queue
         self._entered: list[Any] = []
 
+    def is_capturing(self) -> bool:
+        if self._pool.implicit and self._queue is self._pool.default:
+            raise RuntimeError("cudaErrorStreamCaptureImplicit")
+        return self._queue is self._pool.captures
+
     def synchronize(self) -> None:
+        assert not self.is_capturing()
         self._queue.synchronize()
 
     def __enter__(self) -> None:

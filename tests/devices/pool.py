@@ -25,6 +25,10 @@ class Pool:
         self.queues = Queues("lazy")
         self.default = self.queues.new()
         self.taken = 0
+        self.captures: Queue | None = None
+        """The one on which a graph is captured."""
+        self.implicit = False
+        """Whether one is captured on a stream that the default stream would wait for."""
         self.limit = 1 << 30
         """Bytes that it has, by those that were ever asked for."""
         self._free: dict[tuple[int, int], list[Any]] = {}

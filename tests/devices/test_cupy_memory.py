@@ -61,6 +61,22 @@ def test_kernels_that_were_started_before(
     del found
 
 
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("allocator", ALLOCATORS)
+def test_a_graph_that_is_captured(path: Path, pool: Pool, allocator: Any, other: bool) -> None:
+    """It is not waited for, and has none of its memory written to by a load."""
+    pool.implicit, pool.captures = other, None if other else pool.default
+    options = mfload.Options(allocator=allocator)
+    if allocator == "framework":
+        with pytest.raises(errors.UsageError, match="graph is being captured"):
+            mfload.load(path, "cupy", options=options)
+        return
+    found = mfload.load(path, "cupy", options=options)
+    samples.assert_same({name: np.array(array) for name, array in found.items()}, MODEL)
+    assert not pool.taken
+    del found
+
+
 @pytest.mark.parametrize("timeout", [None, 60])
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("allocator", ["auto", "framework"])

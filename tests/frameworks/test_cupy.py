@@ -143,7 +143,9 @@ class TestItsOwnMemory:
 
             return call
 
-        stream = SimpleNamespace(synchronize=only_there(lambda: None))
+        stream = SimpleNamespace(
+            synchronize=only_there(lambda: None), is_capturing=only_there(bool)
+        )
         cuda = SimpleNamespace(get_current_stream=lambda: stream)
         here = {name: only_there(verb) for name, verb in verbs.items()}
         return cupy_adapter.CupyAdapter(SimpleNamespace(cuda=cuda, **here), 0, device)

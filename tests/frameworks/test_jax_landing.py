@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import samples
 from conformance import material
 from conformance.device_memory import (
     DeviceMemoryConformance,
@@ -212,11 +213,27 @@ class TestJaxLanding(DeviceMemoryConformance):
             take = jax_memory.importer(cpu(0), land)
             mfload.save({"w": numbers}, path)
             (loaded,) = mfload.load(path, "jax").values()
+            # While a function is traced, too.
+            jax.jit(lambda: mfload.save({"w": numbers}, path, overwrite=True) and None)()
         finally:
             jax.config.update("jax_transfer_guard", before)
         private_api.jax_capsule_importer.cache_clear()
         assert take.__name__ == jax_memory.importer(cpu(0), land).__name__
         assert np.array_equal(np.asarray(loaded), np.asarray(numbers))
+
+    @pytest.mark.parametrize("allocator", ["auto", "framework", "mfload"])
+    def test_while_a_function_is_traced(self, tmp_path: Path, allocator: Any) -> None:
+        """A load gives arrays with numbers, which become constants there."""
+        path = samples.save(tmp_path / "m.safetensors", {"w": np.arange(6.0, dtype="f4")})
+        options, found = mfload.Options(allocator=allocator), list[Any]()
+
+        def traced(given: Any) -> Any:
+            found.append(mfload.load(path, "jax", options=options)["w"])
+            return found[-1] * given
+
+        assert np.asarray(jax.jit(traced)(2.0)).tolist() == [0, 2, 4, 6, 8, 10]
+        assert jax.eval_shape(traced, 2.0).shape == (6,)
+        assert all(np.asarray(each).tolist() == list(range(6)) for each in found)
 
     def test_what_is_said_of_device_memory(self) -> None:
         land = FakeDevice(place=(2, 1))

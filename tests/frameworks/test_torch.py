@@ -196,9 +196,9 @@ class TestTorchLanding(DeviceMemoryConformance):
                             or made(shape, dtype=dtype))  # fmt: skip
         stream = SimpleNamespace(synchronize=lambda: asked.append("wait"))
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         adapter.lend([request(material.stored("w", "U8", (3,)))] * 2)
         assert asked == [3, gpu, gpu, "wait"]
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         with adapter.allocating():
             assert entered() == [land]
             held = adapter.allocator(0, [100])(100), adapter.allocator(0, [0])(0)
@@ -212,6 +212,8 @@ class TestTorchLanding(DeviceMemoryConformance):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         with adapter.allocating():
             own = adapter.allocator(0, [100])(100)
+        with pytest.raises(errors.UsageError, match="a CUDA graph is being captured"):
+            adapter.lend([request(material.stored("w", "U8", (3,)))])
         assert asked == [3, gpu, gpu, "wait", gpu, gpu]
         assert memory.live_bytes() == own.nbytes
         del own

@@ -935,7 +935,7 @@ def test_a_copy_onto_a_device_is_shared_out(
 ) -> None:
     """A tensor is in one slot's bytes, but read by all readers."""
     monkeypatch.setattr(staging, "SLOT", 16 << 20)
-    monkeypatch.setattr(execute, "share_of_cores", lambda: 16)
+    monkeypatch.setattr(execute, "share_of_cores", lambda: 12)
     whole = torch.randn(16 << 20, dtype=torch.float32).to(torch.bfloat16).view(4096, -1)
     save_file({"w": whole}, tmp_path / "w.safetensors")
     taken: set[int] = set()

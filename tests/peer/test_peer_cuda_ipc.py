@@ -347,11 +347,11 @@ def _addresses(rows: list[Held]) -> dict[str, int]:
     return {row.name: row.memory.address for row in rows}
 
 
-def _until(done: Any) -> None:
+def _until(done: Any, collect: Any = gc.collect) -> None:
     until = time.monotonic() + 5
     while not done():
         assert time.monotonic() < until
-        gc.collect()
+        collect()
         time.sleep(0.005)
 
 
@@ -387,6 +387,45 @@ def test_arrays_over_the_memory_of_a_seed(
         assert machine.opened.total() == cuda_ipc.leases() == 1
         del last
         _until(lambda: not machine.opened.total() and not cuda_ipc.leases())
+
+
+def test_a_lease_ends_with_what_needs_it(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once: a process that does nothing more would keep the seed from its end."""
+    _land(monkeypatch)
+    copied = Options(peer=PeerOptions(transports=("cuda_ipc",), copy=True))
+
+    def gone() -> None:
+        _until(lambda: not cuda_ipc.leases(), collect=bool)
+
+    rows = _devices({"x": np.arange(600, dtype=np.float32), "y": np.ones(9)})
+    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+        gc.collect()
+        gc.disable()
+        try:
+            for how in (IPC, copied):
+                found = mfload.load(seed.url, "numpy", options=how, report=Report())
+                found = found if how is copied else None
+                gone()
+            opened = mfload.open(seed.url, "numpy", options=IPC)
+            part = opened.get_slice("x")
+            array = opened.get_tensor("y")
+            opened.close()
+            time.sleep(0.05)
+            assert cuda_ipc.leases() == 1
+            np.testing.assert_array_equal(array, np.ones(9))
+            array = None
+            gone()
+            with pytest.raises(errors.UsageError, match="was closed"):
+                part[:5]
+            found = next(iter(mfload.stream(seed.url, "numpy", options=IPC)))
+            found = None
+            gone()
+        finally:
+            gc.enable()
+    assert not caplog.records
+    del found, part, opened
 
 
 def test_work_on_memory_that_is_closed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
