@@ -43,8 +43,12 @@ def _about(command: Any, name: str) -> list[str]:
 
 
 def _prose(text: str) -> str:
-    """A help text as Markdown, options set as code."""
-    return re.sub(r"(?<!\S)--[a-z][a-z-]*", r"`\g<0>`", re.sub(r"([*_<>|])", r"\\\1", text))
+    """A help text as Markdown, options set as code; what is code already stays."""
+    parts = re.split(r"(`[^`]*`)", text)
+    for at, part in list(enumerate(parts))[::2]:
+        escaped = re.sub(r"([*_<>|])", r"\\\1", part)
+        parts[at] = re.sub(r"(?<!\S)--[a-z][a-z-]*", r"`\g<0>`", escaped)
+    return "".join(parts)
 
 
 def _params(command: Any) -> list[Any]:

@@ -419,7 +419,7 @@ Revision = Annotated[str, option("NAME", "Which version of the model.")]
 Planner = Annotated[str | None, option("URL", _PLANNER)]
 Readers = Annotated[int, typer.Option(min=1, metavar="N", help=_READERS)]
 Transports = Annotated[str | None, option("NAMES", _TRANSPORTS)]
-HeldOn = Annotated[str, option("DEVICE", _HELD)]
+HeldOn = Annotated[str | None, option("DEVICE", _HELD)]
 Compared = Annotated[bool, flag("Whether readers compare checksums.", "--checksums/--no-checksums")]
 
 
@@ -437,7 +437,7 @@ def serve(
     planner: Planner = None,
     max_readers: Readers = 3,
     checksums: Compared = True,
-    device: HeldOn = "",
+    device: HeldOn = None,
     transports: Transports = None,
     headers: options.Headers = None,
     threads: options.Threads = None,
@@ -450,8 +450,8 @@ def serve(
     `mfload.load("peer://…", "jax")`.
 
     With `--device`, readers of the same user on this machine have arrays in its memory, if they
-    name the transport: `Options(peer=PeerOptions(transports=("cuda_ipc",)))`. Interrupted, it
-    waits until they have let go of them.
+    name the transport: `Options(peer=PeerOptions(transports=("cuda_ipc",)))`. When it is
+    interrupted, it waits until these arrays are gone.
     """
     from mfload.peer import seed, serve as serving
 
@@ -459,7 +459,7 @@ def serve(
     peer = PeerOptions(planner=planner, ca_file=ca_file, **own)
     how = Options(threads=threads, headers=options.by_line(headers), peer=peer)
     with bar("loading") as progress:
-        held, metadata = serving.stored(path, how, progress, _names(device))
+        held, metadata = serving.stored(path, how, progress, _names(device or ""))
     names = _names(transports or ("cuda_ipc,http" if device else "memory,memfd,http"))
     made = seed.publish(
         held,

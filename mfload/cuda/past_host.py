@@ -34,7 +34,7 @@ class DeviceSlot:
         self.buffer = device.allocate(nbytes)
 
     def close(self) -> None:
-        """Nothing is registered."""
+        """Does nothing: the memory is registered nowhere."""
 
 
 def holds(source: Any, block: Block) -> bool:

@@ -150,7 +150,7 @@ class Kit:
         return sum(slot.nbytes for slot in self.slots), sum(slot.nbytes for slot in self.past)
 
     def count(self, kept: bool) -> None:
-        """Counts its memory as a load's, or, while it is kept, not: that has not leaked."""
+        """Counts its memory as a load's, or no longer while it is kept: that is no leak."""
         before, self._aside = self._aside, self.nbytes if kept else (0, 0)
         for counter, now, was in zip(_COUNTERS, self._aside, before, strict=True):
             counter.set_aside(now - was)
@@ -182,8 +182,8 @@ class Kits:
     """Kits that the loads of a process leave to each other: `KITS`.
 
     To make one takes longer than a small load: pages are locked, and threads wait for each other.
-    Of those that no load uses, the oldest are given back when all hold more than `KEPT` bytes, each
-    after `IDLE` seconds, and the rest at exit. A forked child has none of them.
+    Of those that no load uses, the oldest are closed when together they hold more than `KEPT`
+    bytes, each after `IDLE` seconds, and the rest at exit. A forked child has none of them.
     """
 
     def __init__(self) -> None:
@@ -243,7 +243,10 @@ class Kits:
         _close(gone)
 
     def give_back(self, most: int = 0, until: float = math.inf) -> bool:
-        """Closes the oldest until `most` bytes are left, and those given `until` then; if any."""
+        """Closes the oldest until `most` bytes are left, and those given by the time `until`.
+
+        Returns whether there were any.
+        """
         gone: list[Kit] = []
         with self._lock:
             held = sum(sum(kit.nbytes) for _, kit in self._idle)

@@ -1,4 +1,4 @@
-"""CuPy: arrays over mfload's buffers on a CUDA device, at any alignment.
+"""CuPy: arrays over buffers on a CUDA device, of CuPy's allocator or mfload's, at any alignment.
 
 Not through DLPack, where CuPy lacks bfloat16 in places and names the 8-bit floats wrongly.
 """

@@ -1,8 +1,8 @@
 """JAX's devices and its memory: what is filled in place, and a program can take over afterwards.
 
-Only a compiled program gives memory that XLA allocated for sure. On a GPU one program, which is
-compiled while headers are read, makes slabs of one size; the buffers of a plan lie in these, where
-they follow each other, and arrays are views of the buffers.
+Only a compiled program is certain to give memory that XLA has allocated. On a GPU one program,
+which is compiled while headers are read, makes slabs of one size; the buffers of a plan lie in
+these, where they follow each other, and arrays are views of the buffers.
 
 On a CPU, XLA takes over whole arrays of its own only, no views. There a program makes one array of
 every kind that is still wanted, and there are as many programs as kinds differ in their counts, a
@@ -204,7 +204,7 @@ _Kind = tuple[str | None, str, tuple[int, ...]]
 def allocate(wanted: Sequence[NewArray]) -> list[Any]:
     """New arrays, in order, whose memory nothing that ran before still uses.
 
-    XLA gives away memory in the order of its own stream. An array is ready when that stream has
+    XLA hands out memory in the order of its own stream. An array is ready when that stream has
     come to where it was made, whether or not something was written there.
     """
     # The n-th array of a kind on each device is made by the n-th run of a program.
@@ -254,8 +254,8 @@ def _program(devices: tuple[Any, ...], kinds: tuple[_Kind, ...]) -> Callable[[],
 _new: Callable[..., Any] = getattr(jax.lax, "empty", jnp.zeros)
 
 SLAB = 128 << 20
-"""Bytes of most slabs: XLA makes one in 0.03 ms (an H100), and one tensor keeps two at most beside
-the buffer that it lies in."""
+"""Bytes of most slabs: XLA makes one in 0.03 ms (an H100). While one tensor lives, all slabs
+that its buffer lies in stay, which is less than two slabs more than the buffer."""
 
 _STEP = 2 << 20
 _MANY = 16  # Of so many slabs on, the last is as large as the others; one more program costs more.

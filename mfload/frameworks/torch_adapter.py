@@ -97,7 +97,7 @@ class TorchAdapter(base.Adapter):
             return tensors if self.on_host else [tensor.to(self.place) for tensor in tensors]
 
     def allocator(self, number: int, sizes: Sequence[int]) -> Callable[[int], DeviceBuffer]:
-        from mfload.frameworks import torch_memory  # Loads to the host need none of it.
+        from mfload.frameworks import torch_memory  # No load to the host needs it.
 
         together = torch_memory.together(sizes)
         on_cuda = self.place.type == "cuda"

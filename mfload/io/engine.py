@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 # How often the loading thread looks what came and whether the time is up, in seconds.
 _TICK = 0.02
-# Blocks wake it only if somebody wants to know of them, when so many bytes are new, and this part
+# Blocks wake it only if progress is asked for, when so many bytes are new, and this part
 # of all: a reader that does so gives up the interpreter, and waits until it has it back.
 _REPORTED_BYTES, _REPORTS = 1 << 20, 256
 # How long a cancelled load waits for reads under way; a hung disk may block them forever.

@@ -1,7 +1,7 @@
 """A trial inside a load of cold files: how many readers the disk likes, and by which way. Pure.
 
 Disks differ: one is fastest with two readers, another with sixteen, and past the page cache it is
-faster or slower than through it. What a load reads in its first moments by each way tells.
+faster or slower than through it. So a load measures each way with the first bytes that it reads.
 """
 
 from __future__ import annotations

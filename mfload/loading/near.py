@@ -1,6 +1,6 @@
 """What a source holds on a device already: arrays over it, or copies from device to device.
 
-Such a source has `lying(offset, nbytes)`, which gives the memory of a range of its bytes, or None.
+Such a source has `lying(offset, nbytes)`: the device memory of a range of its bytes, or None.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def legs(
     allocations: Sequence[Allocation],
     sources: Sequence[Source],
 ) -> dict[int, Leg]:
-    """The route, which says of each source what becomes of what it holds on devices."""
+    """The route, which says for each source how what it holds on devices is used."""
     made, ways = dict(route), dict[int, dict[str, None]]()
     for request, each in zip(requests, allocations, strict=True):
         for piece in request.info.pieces if request.nbytes else ():
@@ -154,8 +154,8 @@ def _copies(
 ) -> Iterator[_Copied]:
     """Copies, with target and source, their first bytes, and rows.
 
-    One does for tensors that lie at equal distances in both, with no more between them than their
-    alignment: a copy of less than 32 MiB takes longer by the byte.
+    Tensors that lie at equal distances in both, with no more between them than their alignment, are
+    copied together: a copy of less than 32 MiB takes longer by the byte.
     """
     last: _Copied | None = None
     for request, buffer, at in sorted(places, key=_SPOT):

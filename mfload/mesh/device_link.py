@@ -1,6 +1,6 @@
-"""Links that swap rows of device memory, by one all-to-all of their framework's.
+"""Links that swap rows of device memory by the all-to-all of their framework.
 
-Tested on simulated devices; not yet run on GPUs.
+Run on simulated devices; not yet on GPUs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Transport "nixl": a reader pulls from registered memory of a seed, by the NIXL package.
 
 On one machine through shared memory or the kernel's copies, between machines by RDMA: UCX takes
-what is there, but never TCP, which would let whoever has a seed's metadata read and write the whole
-process. With RDMA, who has them reads and writes the registered memory: so a seed must ask for it.
+what is there, but never TCP, by which any process with a seed's metadata could read and write the
+whole process. With RDMA it can read and write the registered memory: so a seed must ask for it.
 What lies on devices of the seed gets to devices of the reader without the host. Host memory on one
 machine has been run; device memory on a stub of NIXL alone; RDMA and NVLink have not yet.
 """

@@ -205,7 +205,7 @@ class PeerSource:
         if lands is None:
             return None
         if self.new is not None:
-            return "checksums are compared there, unless PeerOptions(checksums=False)"
+            return "checksums are compared there, unless checksums=False"
         return lands(devices)
 
     def on_devices(self, offset: int, nbytes: int) -> bool:
