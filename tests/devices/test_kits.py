@@ -238,7 +238,7 @@ def test_what_is_kept_counts_for_limits(
             patch.setattr(staging, "SLOT", first)
             with mfload.open(path, "numpy", options=mfload.Options(threads=4)) as opened:
                 opened.get_tensors()
-    limit = 600_000
+    limit = 500_000
     assert locked() > limit
     most: list[int] = []
     real = Ring.take

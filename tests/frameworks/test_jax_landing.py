@@ -675,6 +675,7 @@ class TestLandOn:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:A large amount of constants")  # So JAX calls the slab.
 def test_a_real_gpu_gives_its_memory() -> None:
     """Whether XLA's pool can be landed in, which decides where tensors go."""
     if reason := no_gpu():
