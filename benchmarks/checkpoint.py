@@ -83,12 +83,12 @@ def _page_sum(arrays: dict[str, np.ndarray]) -> int:
 
 def _write(path: str, arrays: dict[str, np.ndarray], start: int | None) -> None:
     """Write one file, its data starting at `start` mod 64 (None: wherever it falls)."""
-    save_file(arrays, path, metadata={"format": "np", "note": ""})
+    save_file(arrays, path, metadata={"format": "pt", "note": ""})
     if start is not None:
         # The writer pads its header to 8 bytes, so a note longer by a multiple of 8 moves the data
         # by as much. Writing twice spares guessing at the writer's JSON.
         note = "-" * ((start - _data_start(path)) % 64)
-        save_file(arrays, path, metadata={"format": "np", "note": note})
+        save_file(arrays, path, metadata={"format": "pt", "note": note})
         if _data_start(path) % 64 != start:
             raise RuntimeError(
                 f"{path}: data starts at {_data_start(path) % 64} mod 64, not {start}"
