@@ -332,7 +332,7 @@ def test_contributing_names_every_target() -> None:
     seams = re.search(r"^SEAMS := (.*)$", makefile, re.M)
     assert seams is not None
     found = phony[1].replace("\\", "").replace("$(SEAMS)", seams[1]).split()
-    others = ["test", "gpu", "etcd", "clean"]
+    others = ["test", "gpu", "mutants", "etcd", "clean"]
     assert sorted([*told, *others]) == sorted(found)
     for name in others:
         assert f"make {name}" in (ROOT / "CONTRIBUTING.md").read_text("utf-8")

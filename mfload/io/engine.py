@@ -185,7 +185,7 @@ class Engine:
                     if self._trial is not None:
                         self._trial.came(nbytes, last)
                         self._start()  # Those that are missing now.
-                if left and deadline.left() <= 0:
+                if deadline.left() <= 0:
                     at_hand = (share.block for share in shares if share.block is not None)
                     self.block = next(at_hand, blocks[-left])
                     hung = sum(share.block is not None for share in shares)

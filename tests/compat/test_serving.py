@@ -65,5 +65,5 @@ def test_options_of_peers(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match=r"key that mfload does not know.*'transport'"):
         Weights({"peer": {"transport": "http"}})
     for name in ("copy", "checksums", "publish"):
-        with pytest.raises(errors.UsageError, match=f"{name} is not a bool"):
+        with pytest.raises(errors.UsageError, match=f"{name} is invalid"):
             Weights({"peer": {name: "false"}})

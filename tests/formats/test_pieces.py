@@ -106,7 +106,7 @@ def test_plans_fill_what_numpy_gives(data: Any, tmp_path_factory: Any) -> None:
     plan = make_plan(requests, costs=costs)
     memory = [np.full(spec.nbytes, 0xAA, np.uint8) for spec in plan.buffers]
     seen = Seen()
-    share = engine.Share(collections.deque(plan.blocks), bool, bool)
+    share = engine.Share(collections.deque(plan.blocks), bool)
     engine.fill(lambda _: PreadReader(source), memory, seen, contextlib.nullcontext(), share)
     for place, wanted in zip(plan.places, expected, strict=True):
         got = memory[place.buffer][place.at : place.at + len(wanted)].tobytes()
@@ -132,7 +132,7 @@ def _filled(path: Any, row: TensorInfo, index: Any, costs: Costs) -> Any:
     """What a plan of one request makes of a file."""
     plan = make_plan([Request(row, row.dtype, select(row, index))], costs=costs)
     memory = [np.zeros(spec.nbytes, np.uint8) for spec in plan.buffers]
-    share = engine.Share(collections.deque(plan.blocks), bool, bool)
+    share = engine.Share(collections.deque(plan.blocks), bool)
     source = LocalFile(path)
     engine.fill(lambda _: PreadReader(source), memory, None, contextlib.nullcontext(), share)
     request, buffer, at = plan.places[0]
