@@ -87,3 +87,4 @@ def _forget(machine: Machine) -> None:
     machine.lost = 0
     machine.late.clear()
     machine.streams.clear()
+    machine.events.clear()
