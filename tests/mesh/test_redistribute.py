@@ -294,11 +294,14 @@ class TestRun:
                 memory = [link.result(n, nbytes) for n, nbytes in enumerate(sizes)]
             places = [[Place(r, n, 0)] for n, r in enumerate(requests[rank])]
             come: list[int] = []
-            redistribute.run(schedule, group, link, read(rank), places, memory, come.append)
+            try:
+                redistribute.run(schedule, group, link, read(rank), places, memory, come.append)
+            finally:
+                if kind is stores.LinkOfDevices:
+                    link.close()
             every = {(r.info.name, r.dtype.name, box_of(r)): r for r in requests[rank]}
             assert sum(come) == sum(mesh_base.stored_bytes([r]) for r in every.values())
             if kind is stores.LinkOfDevices:
-                link.close()
                 memory = [bytes_of(each) for each in memory]
                 for device in link.devices:
                     device.assert_clean(result=True)
