@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +28,27 @@ class Ended(NamedTuple):
     code: int
     said: dict[str, Any]
     log: str
+
+
+def assert_ended(ended: Sequence[Ended], names: Sequence[str], failed: Mapping[str, str]) -> None:
+    """All processes ran all cases, agree on their errors, and hold no bytes.
+
+    Args:
+        ended: The processes, in the order of their ranks.
+        names: The cases.
+        failed: The error of process 1 in some cases, in which the others miss it.
+    """
+    for each in ended:
+        assert each.code == 0, each.log
+        assert list(each.said) == list(dict.fromkeys(names)), each.log
+    for name in names:
+        lines = [each.said[name] for each in ended]
+        expected: list[str | None] = [None] * len(ended)
+        if name in failed:
+            expected = ["ProcessError"] * len(ended)
+            expected[1] = failed[name]
+        assert [line["error"] for line in lines] == expected, (name, lines)
+        assert all(line["live"] == 0 for line in lines), (name, lines)
 
 
 def launch(

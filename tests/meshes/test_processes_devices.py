@@ -24,24 +24,13 @@ def test_bytes_travel_between_devices(tmp_path: Path, count: int, devices: int) 
     ]
     names = [*values, "by_host:limit", "by_host:none", "auto"]
     disks = ["disk:0", "disk:1000000"]
-    late = ["device:copy_in:2:fail", "device:copy_in:2:fail_later", "device:allocate:1:fail"]
+    late = {"device:copy_in:2:fail": "DeviceError", "device:copy_in:2:fail_later": "DeviceError",
+            "device:allocate:1:fail": "MemoryLimitError"}  # fmt: skip
     names += [*disks, *late, "values:columns:mixed:auto"]
     ended = launching.launch(
         tmp_path, names, count=count, devices=devices, seconds=200, script=SCRIPT
     )
-    for each in ended:
-        assert each.code == 0, each.log
-        assert list(each.said) == names, each.log
-    for name in names:
-        lines = [each.said[name] for each in ended]
-        expected: list[str | None] = [None] * count
-        if name in disks + late:
-            expected = ["ProcessError"] * count
-            expected[1] = "ReadError" if name in disks else "DeviceError"
-            if "allocate" in name:
-                expected[1] = "MemoryLimitError"
-        assert [line["error"] for line in lines] == expected, (name, lines)
-        assert all(line["live"] == 0 for line in lines), (name, lines)
+    launching.assert_ended(ended, names, dict.fromkeys(disks, "ReadError") | late)
     for name in values:
         lines = [each.said[name] for each in ended]
         assert sum(line["read_bytes"] for line in lines) == total
