@@ -152,7 +152,10 @@ def after_trial(leg: Leg, gain: float | None, direct: bool) -> Leg:
         return leg
     why = f"{leg.why}; O_DIRECT was {gain:.2f} times as fast in a trial"
     if not direct:
-        return leg._replace(why=f"{why}, not worth the next load's")
+        from mfload.io.trial import WORTH
+
+        reason = "not worth the next load's" if gain <= WORTH else "with too little left to change"
+        return leg._replace(why=f"{why}, {reason}")
     why = f"{why}, and took over: the next load reads the disk again"
     engine = "direct" if leg.engine == "pread" else leg.engine
     return Leg(leg.file, engine, why, leg.cached, direct=True)

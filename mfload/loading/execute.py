@@ -152,6 +152,7 @@ def run(
                 work(here)
             else:
                 engine.run(deadline, advance, allocate)
+                allocate = None  # Later rounds have the memory, too.
         except BaseException as error:
             if staging is None:
                 memory.clear()  # A thread that is left behind keeps what it writes to, no more.

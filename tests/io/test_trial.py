@@ -430,3 +430,10 @@ def test_where_nothing_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     mfload.load(path, "numpy", report=report)
     assert not any(_large(reads))
     assert any("tried" in note for note in report.notes)
+
+
+def test_the_route_says_why_a_faster_way_did_not_take_over() -> None:
+    leg = route.Leg("a", "pread", "5% in the page cache", 0.05, cold=True, either=True)
+    said = {gain: route.after_trial(leg, gain, False).why for gain in (1.1, 1.5)}
+    assert said[1.1].endswith("1.10 times as fast in a trial, not worth the next load's")
+    assert said[1.5].endswith("1.50 times as fast in a trial, with too little left to change")
