@@ -220,15 +220,13 @@ class _Lease:
         """Closes the descriptor of a fork."""
         self.connection.close()
 
-    def __del__(self) -> None:
-        try:
+    def __del__(self, suppress: Any = suppress) -> None:
+        with suppress(Exception):  # It may be closed. Modules are empty at the end.
             self._ended.set()
             if self._watched:  # To close it is up to the thread that waits for it.
                 self.connection.shutdown(socket.SHUT_RDWR)
             else:
                 self.connection.close()
-        except Exception:  # noqa: BLE001 - closed, or modules are gone at the end.
-            pass
 
 
 def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None:
@@ -314,13 +312,11 @@ class _Opened:
         base, size = _allocation(device, self.address)
         self.size = base + size - self.address
 
-    def __del__(self) -> None:
+    def __del__(self, suppress: Any = suppress) -> None:
         if self.address:
-            try:
+            with suppress(Exception):  # CUDA may be gone. Modules are empty at the end.
                 self._last = None
                 self.device.ask("ipcCloseMemHandle", self.address)
-            except Exception:  # noqa: BLE001 - CUDA or modules are gone at the end.
-                pass
 
 
 def _seen(addresses: Iterable[str]) -> dict[str, Any]:
