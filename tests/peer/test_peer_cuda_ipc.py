@@ -674,7 +674,7 @@ def test_forks_keep_no_lease(machine: Machine, monkeypatch: pytest.MonkeyPatch) 
     _land(monkeypatch)
     with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
         found = mfload.load(seed.url, "numpy", options=IPC)
-        held = [each for each in gc.get_objects() if isinstance(each, cuda_ipc._Lease)]
+        held = [each for each in gc.get_objects() if type(each) is cuda_ipc._Lease]
         numbers = [each.connection.fileno() for each in held]
         for each in list(cuda_ipc._lenders):
             numbers += [key.fd for key in list(each._selector.get_map().values())]
