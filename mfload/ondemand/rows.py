@@ -61,8 +61,9 @@ class RowCache(SlotCache):
         if not tail.size:
             return
         gaps = np.flatnonzero(self.key_of[:used] < 0)[-tail.size :]
-        for arena in self._arenas:
-            arena[gaps] = arena[tail]
+        for arena in self._arenas:  # Row by row: no copy of them all lies beside the budget.
+            for gap, row in zip(gaps, tail, strict=True):
+                arena[gap] = arena[row]
         moved = self.key_of[tail]
         self.key_of[gaps], self.key_of[tail] = moved, -1
         self.slot_of[moved] = gaps

@@ -489,10 +489,11 @@ def test_interrupts(path: Path, engine: str) -> None:
 
 
 MEMORY = """
-    import resource, sys
+    import resource, sys, threading
     import numpy as np
     import mfload
 
+    threading.stack_size(256 << 10)  # The limit counts whole stacks: 8 MiB a thread otherwise.
     path, budget, margin = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     options = mfload.Options(engine="direct")
 
