@@ -141,6 +141,19 @@ class Client:
         if wanted:
             self._ask("GET", path, None, headers, (206,), read)
 
+    def ends(self) -> tuple[Any, Any] | None:
+        """Host and port of both ends, this one first, of a connection that waits."""
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            return None
+        try:
+            return connection.sock.getsockname(), connection.sock.getpeername()
+        except (AttributeError, OSError):
+            return None  # The server closed it.
+        finally:
+            self._idle.append(connection)
+
     def close(self) -> None:
         """Closes the connections that wait."""
         _close(self._idle)

@@ -1,9 +1,12 @@
 """Transport "memory": the kernel copies out of a process of the same user on the same machine.
 
-`process_vm_readv` needs no help of the seed. That the process is the seed is proved by what it
-keeps at an address that it told: a secret number, and its generation, which is read again after
-the last byte. A seed opens nothing for it: where the kernel lets only parents read their children
-(Yama), another transport is taken.
+`process_vm_readv` needs no help of the seed. Which process the seed is, a reader does not take from
+the seed: the kernel says that the process has the other end of the connection over which the
+manifest came. That it still has these weights is said by what it keeps at an address that it told:
+a secret number, and its generation, which is read again after the last byte. A seed opens nothing
+for it: where the kernel lets only parents read their children (Yama), another transport is taken.
+
+A seed of this process is read without the kernel.
 """
 
 from __future__ import annotations
@@ -13,18 +16,45 @@ import errno
 import os
 import secrets
 import struct
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
+from mfload.peer import connections
 from mfload.peer.data import Data, Spans
 from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
 
 _SECRET, _WORD = 16, 24
 _CALLS = 512  # Ranges a call, on both sides; Linux takes 1024.
+
+_unused: list[Any] = []
+"""Words of generations that ended. They get other secrets, and are never freed: freed memory may be
+given to an array that has an old secret in it."""
+
+_here: weakref.WeakValueDictionary[str, _Kept] = weakref.WeakValueDictionary()
+"""What this process offers, by secret."""
+
+
+class _Kept:
+    """The data of a generation of this process, and its word."""
+
+    def __init__(self, data: Data, generation: int) -> None:
+        self.data: Data | None = data
+        self.secret = secrets.token_bytes(_SECRET)
+        self.word: Any = _unused.pop() if _unused else np.empty(_WORD, np.uint8)
+        self.word[:] = np.frombuffer(self.secret + struct.pack("<q", generation), np.uint8)
+        _here[self.secret.hex()] = self
+
+    def close(self) -> None:
+        """Ends the generation; more than once does nothing."""
+        if self.data is not None:
+            self.data = None
+            self.word[:] = 255  # No secret, and no generation.
+            _unused.append(self.word)
 
 
 class _Vector(ctypes.Structure):
@@ -45,31 +75,34 @@ def offer(data: Data, generation: int) -> Offer | None:
     """Tells where the data lies, and where the proof is."""
     if _call() is None or max(data.devices(), default=-1) >= 0:
         return None
-    proof = np.frombuffer(secrets.token_bytes(_SECRET) + struct.pack("<q", generation), np.uint8)
-    proof = proof.copy()
-
-    def close() -> None:
-        proof[_SECRET:] = 255  # No generation.
-
+    kept = _Kept(data, generation)
     given = {
         "pid": os.getpid(),
-        "proof": [proof.ctypes.data, proof[:_SECRET].tobytes().hex()],
+        "proof": [kept.word.ctypes.data, kept.secret.hex()],
         "spans": data.spans(),
     }
-    return Offer(given, close)
+    return Offer(given, kept.close)
 
 
-def connect(given: Any, remote: Remote) -> MemoryWay | str:
-    """Reads the proof; hostile input can lead to other memory of the same user's at most."""
+def connect(given: Any, remote: Remote) -> MemoryWay | LocalWay | str:
+    """Finds the seed's process; what the seed tells leads to memory of its own alone."""
     call = _call()
     if call is None:
         return "the system has no process_vm_readv"
     pid, proof, spans = _checked(given, remote)
+    kept = _here.get(proof[1].hex()) if pid == os.getpid() else None
+    if kept is not None and kept.data is not None:
+        return LocalWay(kept, kept.data)
+    if not remote.compares:
+        return "nothing is compared with checksums"
+    against = connections.held_by(pid, remote)
+    if against:
+        return against
     way = MemoryWay(call, pid, proof, spans, remote.manifest.generation, remote.name)
     try:
         return way if way.check() else "the process of that number is not the seed"
     except errors.SourceError:
-        return "the seed runs on another machine, or apart from this process"
+        return "the seed let go of its memory"
     except OSError as error:
         return f"the kernel refuses: {os.strerror(error.errno or 0)}"
 
@@ -85,6 +118,31 @@ def _checked(given: Any, remote: Remote) -> tuple[int, tuple[int, bytes], Spans]
         pass
     what = "the seed's manifest is malformed: what it says of its memory"
     raise errors.HeaderError(what, file=remote.name)
+
+
+class LocalWay:
+    """Reads what this process publishes (see `Way`)."""
+
+    costs = Costs()
+    why = "the seed is in this process"
+
+    def __init__(self, kept: _Kept, data: Data) -> None:
+        self._kept, self._data = kept, data
+
+    def read(self, vector: Sequence[Any], offset: int) -> None:
+        """Fills buffers (see `Way`)."""
+        for each in vector:
+            view = np.frombuffer(each, np.uint8)
+            for part in self._data.parts(offset, offset + view.size):
+                view[: part.size] = part
+                view, offset = view[part.size :], offset + part.size
+
+    def check(self) -> bool:
+        """Whether the seed still has this generation (see `Way`)."""
+        return self._kept.data is not None
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 class MemoryWay:

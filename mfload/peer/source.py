@@ -53,7 +53,8 @@ def connect(client: Client, manifest: Manifest, options: PeerOptions) -> PeerSou
 
     Raises SourceError, with what is against each, if none does.
     """
-    remote = Remote(client.name, manifest, client, options.stalled)
+    compares = options.checksums and manifest.checksums is not None
+    remote = Remote(client.name, manifest, client, options.stalled, compares)
     against: list[str] = []
     for name in options.transports or transports.DEFAULT:
         transport = transports.find(name)

@@ -48,12 +48,18 @@ class Offer(NamedTuple):
 
 
 class Remote(NamedTuple):
-    """A seed, as a reader's transport is told of it."""
+    """A seed, as a reader's transport is told of it.
+
+    Attributes:
+        stalled: Seconds without progress after which it is given up.
+        compares: Whether what is read is compared with checksums.
+    """
 
     name: str
     manifest: Manifest
     client: Client
     stalled: float
+    compares: bool
 
     def ask(self, transport: str, body: Any) -> Any:
         """What the seed's side of a transport answers; raises SourceError or HeaderError."""

@@ -170,8 +170,10 @@ class TestKilledAndStopped:
 
 
 class TestChanged:
-    @pytest.mark.parametrize("checksums", [True, False])
-    @pytest.mark.parametrize("transport", TRANSPORTS)
+    @pytest.mark.parametrize(
+        ("transport", "checksums"),
+        [*((t, True) for t in TRANSPORTS), *((t, False) for t in TRANSPORTS[1:])],
+    )
     def test_an_update_in_the_middle(
         self, seed: SeedProcess, transport: str, checksums: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -235,7 +237,7 @@ class TestChanged:
                 mfload.load(seed.url, "numpy", options=options(transport))
         assert info.value.tensor is not None
         # Without checksums no claim is made but that of shapes.
-        found = mfload.load(seed.url, "numpy", options=options(transport, checksums=False))
+        found = mfload.load(seed.url, "numpy", options=options("http", checksums=False))
         assert sorted(found) == sorted(weights())
 
     def test_written_in_place_before_a_copy_is_made(self, seed: SeedProcess) -> None:
@@ -363,7 +365,7 @@ READER = """
     pausing(client.Timed, "readinto")
     pausing(memory.MemoryWay, "read")
     pausing(memfd.MemfdWay, "read")
-    peer = mfload.PeerOptions(transports=sys.argv[2], checksums=False)
+    peer = mfload.PeerOptions(transports=sys.argv[2])
     try:
         mfload.load(sys.argv[1], "numpy", options=mfload.Options(peer=peer))
     except mfload.errors.SourceError as error:
