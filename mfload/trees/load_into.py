@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
-from mfload import errors, frameworks
+from mfload import errors, frameworks, sources as places
 from mfload.dtypes import DTypeLike
 from mfload.formats import checkpoint
 from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
@@ -279,7 +279,7 @@ def _check_order(target: Any) -> None:
         raise errors.UsageError(
             "the arguments are swapped: load_into(target, path), restore(path, target)",
             expected="a tree",
-            found=repr(target),
+            found=repr(places.shown(target) or target),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -16,6 +17,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from seeding import MODEL, TOTAL, TRANSPORTS, SeedProcess, options, publish, wai
 
 import mfload
 from mfload import errors
-from mfload.peer import client as clients
+from mfload.peer import client as clients, memfd
 
 SOON = 2.0
 
@@ -429,6 +431,61 @@ class TestReadersAndForks:
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights())
         assert seed.tell("update") == "done"
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights(1))
+
+    def test_a_fork_changes_nothing(self) -> None:
+        """What it did would be seen by no reader, in its own copy of the seed."""
+        with mfload.publish({"x": np.ones(9)}, model="m") as seed:
+            child = os.fork()
+            if not child:
+                wrong = 2
+                planner: Any = None
+                for change in (lambda: seed.update({}), lambda: seed.register(planner, 1)):
+                    with contextlib.suppress(errors.UsageError):
+                        change()
+                        break
+                    wrong -= 1
+                os._exit(wrong)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            seed.update({"x": np.zeros(9)})
+            assert not mfload.load(seed.url, "numpy")["x"].any()
+
+    @pytest.mark.parametrize("where", [
+        "user:hunter2@127.0.0.1:9", "127.0.0.1:9,u:hunter2@h:2", "u:x,hunter2@h:1", "u:hunter2@",
+    ])  # fmt: skip
+    def test_no_error_shows_a_password(self, where: str, tmp_path: Path) -> None:
+        url, file = f"peer://{where}/m", tmp_path / "x.safetensors"
+        mfload.save({"x": np.ones(3)}, file)
+        peer: Any = functools.partial(mfload.PeerOptions, planner=where)
+        calls: list[Callable[[], object]] = [
+            lambda: mfload.load(url, "numpy"),
+            lambda: mfload.load([file, url], "numpy"),
+            lambda: list(mfload.stream(url, "numpy")),
+            lambda: mfload.open(url),
+            lambda: mfload.restore(url),
+            lambda: mfload.verify(url),
+            lambda: mfload.diff(file, url),
+            lambda: mfload.convert(url, tmp_path / "y.safetensors"),
+            lambda: mfload.save({"x": np.ones(3)}, url),
+            lambda: mfload.publish({"x": np.ones(3)}, model="m", address=where),
+            lambda: mfload.publish({"x": np.ones(3)}, model="m", planner=f"http://{where}"),
+            peer,
+        ]
+        for call in calls:
+            with pytest.raises(errors.MfloadError) as caught:
+                call()
+            assert "hunter2" not in f"{caught.value}{vars(caught.value)}"
+
+    def test_memfd_waits_for_a_busy_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A copy takes as long as it takes, while the seed answers."""
+        real = memfd._Giver._copied
+
+        def slow(self: Any) -> int:
+            time.sleep(1.0)
+            return real(self)
+
+        monkeypatch.setattr(memfd._Giver, "_copied", slow)
+        with mfload.publish({"x": np.ones(9)}, model="m", transports="memfd") as seed:
+            assert mfload.load(seed.url, "numpy", options=options("memfd", stalled=0.1))["x"].all()
 
     def test_a_fork_while_memory_is_handed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It keeps no connection of the seed's."""
