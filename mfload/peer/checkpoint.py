@@ -121,8 +121,22 @@ class Peers:
         self, addresses: Sequence[str], name: str, source: int
     ) -> tuple[list[PeerSource], list[TensorInfo]]:
         seen, failed = self._ask(addresses)
-        used, rows = together(self._checked(seen, failed), name, source, failed)
-        return [reading.connect(*each, self._options) for each in used], rows
+        seen = self._checked(seen, failed)
+        while True:
+            used, rows = together(seen, name, source, failed)
+            made: list[PeerSource] = []
+            for each in used:
+                try:
+                    made.append(reading.connect(*each, self._options))
+                except (errors.SourceError, errors.FormatError) as error:
+                    failed.append(error)
+                    seen = [other for other in seen if other is not each]
+                    break
+                made[-1].others = iter(used)
+            else:
+                return made, rows
+            if not seen:
+                raise failed[-1]
 
     def _ask(self, addresses: Sequence[str]) -> tuple[list[Seen], list[errors.MfloadError]]:
         """The manifests of seeds, and why others gave none."""

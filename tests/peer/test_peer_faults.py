@@ -28,7 +28,7 @@ from seeding import MODEL, TOTAL, TRANSPORTS, SeedProcess, options, publish, wai
 
 import mfload
 from mfload import errors
-from mfload.peer import client as clients, memfd
+from mfload.peer import checkpoint, client as clients, memfd
 
 SOON = 2.0
 
@@ -248,6 +248,85 @@ class TestChanged:
         seed.tell("write")
         with pytest.raises(errors.ChecksumError):
             mfload.load(seed.url, "numpy", options=options("memfd"))
+
+
+class TestReplicas:
+    """Of two seeds with the same bytes one fails: the other goes on."""
+
+    @pytest.fixture
+    def two(self) -> Any:
+        with SeedProcess() as one, SeedProcess() as two:
+            where = ",".join(each.url.split("/")[2] for each in (one, two))
+            yield one, f"peer://{where}/{MODEL}@main"
+
+    @staticmethod
+    def fail(seed: SeedProcess, how: Any) -> None:
+        if isinstance(how, str):
+            seed.tell(how)
+        else:
+            seed.send(how)
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    @pytest.mark.parametrize(
+        ("how", "part"),
+        [(signal.SIGKILL, 0.1), (signal.SIGKILL, 0.9), (signal.SIGSTOP, 0.5), ("close", 0.5),
+         ("update", 0.5), ("write", 0.1)],
+    )  # fmt: skip
+    def test_one_fails_in_the_middle(
+        self, two: Any, transport: str, how: Any, part: float, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        with seeding.counted(monkeypatch, block=1 << 20) as reads:
+            reads.at(part * TOTAL, lambda: self.fail(two[0], how))
+            found = mfload.load(two[1], "numpy", options=options(transport, stalled=0.6))
+        samples.assert_same(found, weights())
+        # A copy that was taken, and memory of a process that stands still, are read to the end.
+        if (transport, how) not in (("memfd", "write"), ("memory", signal.SIGSTOP)):
+            assert "is read instead" in caplog.text
+
+    def test_open_checkpoints_and_streams(self, two: Any) -> None:
+        how = options("http", stalled=0.6)
+        with mfload.open(two[1], options=how) as opened:
+            arrays = mfload.stream(two[1], "numpy", options=how)
+            found = dict([next(arrays)])
+            two[0].send(signal.SIGKILL)
+            found |= dict(arrays)
+            samples.assert_same(found, weights())
+            samples.assert_same({name: opened.get_tensor(name) for name in weights()}, weights())
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_one_fails_once_it_was_asked(
+        self, two: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = checkpoint.together
+
+        def together(*given: Any) -> Any:
+            if two[0].process.poll() is None:
+                two[0].send(signal.SIGKILL)
+            return real(*given)
+
+        monkeypatch.setattr(checkpoint, "together", together)
+        found = mfload.load(two[1], "numpy", options=options(transport, stalled=0.6))
+        samples.assert_same(found, weights())
+
+    def test_not_without_checksums(self, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing would show that what was read before is the same."""
+        with seeding.counted(monkeypatch, block=1 << 20) as reads:
+            reads.at(0.5 * TOTAL, lambda: two[0].send(signal.SIGKILL))
+            with pytest.raises(errors.SourceError):
+                mfload.load(two[1], "numpy", options=options("http", checksums=False))
+
+    def test_both_fail(self, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        with SeedProcess() as other, seeding.counted(monkeypatch, block=1 << 20) as reads:
+
+            def stop() -> None:
+                two[0].send(signal.SIGKILL)
+                other.send(signal.SIGKILL)
+
+            url = two[1].replace(two[1].split("/")[2].split(",")[1], other.url.split("/")[2])
+            reads.at(0.5 * TOTAL, stop)
+            with pytest.raises(errors.SourceError):
+                mfload.load(url, "numpy", options=options("http", stalled=0.6))
 
 
 class TestOnTheWay:
