@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -580,8 +579,8 @@ def test_what_an_atomic_load_needs(tmp_path: Path) -> None:
     path = write(tmp_path / "net.safetensors", make(1), "head.weight")
     large = write(tmp_path / "large.safetensors", torch.nn.Linear(999, 500))
     nbytes = 4 * 500 * 1000
+    less = mfload.Options(max_host_overhead=nbytes - 1)
     with pytest.raises(errors.MemoryLimitError, match="atomic=True"):
-        less = mfload.Options(max_host_overhead=nbytes - 1)
         mfload.load_into(torch.nn.Linear(999, 500), large, atomic=True, options=less)
     report, enough = mfload.Report(), mfload.Options(max_host_overhead=nbytes)
     mfload.load_into(torch.nn.Linear(999, 500), large, atomic=True, report=report, options=enough)
