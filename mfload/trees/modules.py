@@ -43,7 +43,7 @@ from mfload.planning.slicing import shape_of
 from mfload.progress import shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
-from mfload.trees import batches, matching, outline, ties
+from mfload.trees import batches, matching, ties
 from mfload.trees.batches import BatchItem, LeafPart
 from mfload.trees.matching import Wishes
 from mfload.trees.recipe import OPEN, Leaf, MisfitError, Recipe, brief
@@ -251,6 +251,7 @@ def load_into(
         together = mesh_load.together(backend, ranks, how.deadline)
     done = Report(processes=max(1, len(ranks)))
     filling: _Filling | None = None
+    torn: Sequence[str] = vars(target).get("mfload_torn", ())
     try:
         with together as group:
             if wrong is not None:
@@ -278,11 +279,11 @@ def load_into(
                 f"({brief(begun)}): some may hold new values, others those from before; load "
                 "again, or make the module anew"
             )
-            outline.mark_torn(target, {*outline.torn(target), *begun})
+            _mark_torn(target, {*torn, *begun})
         session.let_go(error)
         raise
     filled = (module.leaves[number].name for number in found.recipes)
-    outline.mark_torn(target, set(outline.torn(target)).difference(filled))
+    _mark_torn(target, set(torn).difference(filled))
     if asked.report is not None:
         notes = [*found.notes, *done.notes]
         if stay:
@@ -295,6 +296,14 @@ def load_into(
             "The checkpoint has nothing for them, and the module can't be called before they are "
             "set; what it computes and does not save, its own code has to compute"
         )
+
+
+def _mark_torn(target: Any, names: Collection[str]) -> None:
+    """Leaves these names in a module: of what may hold old values or new ones."""
+    if names:
+        vars(target)["mfload_torn"] = tuple(sorted(names))  # Keras tracks what it is assigned.
+    else:
+        vars(target).pop("mfload_torn", None)
 
 
 def _check(module: Module, asked: Wishes) -> None:

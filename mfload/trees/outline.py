@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from mfload.formats import structure
 _CONTAINERS = (Mapping, list, tuple)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _KEYS = (*_PLAIN, tuple)
-_TORN = "mfload_torn"
 _BOXED: Any = object()
 """The key of what a box holds."""
 
@@ -49,32 +48,20 @@ def by_name(
     A state is a mapping from names to arrays, a tree, or a module of PyTorch, Paddle or Keras,
     whose names are those of `state_dict` or the paths of its variables. Raises as `named` does.
     """
-    if some := torn(state):
+    framework = framework_of(state)
+    if framework is not None and (torn := getattr(state, "mfload_torn", ())):
         raise errors.UsageError(
             "a load_into that failed left the module with old values among new ones",
             expected="a load of all of them; or `del module.mfload_torn` once they are right",
-            found=f"may be either: {', '.join(some[:8])}" + (", …" if len(some) > 8 else ""),
+            found=f"may be either: {', '.join(torn[:8])}" + (", …" if len(torn) > 8 else ""),
         )
-    if (framework := framework_of(state)) == "keras":
+    if framework == "keras":
         from mfload.trees.keras_modules import KerasModule
 
         return {each.path: each.value for each in KerasModule(state).variables}, metadata
     if framework is not None:
         return dict(state.state_dict()), metadata
     return named(state, metadata) if is_tree(state) else (state, metadata)
-
-
-def torn(state: Any) -> Sequence[str]:
-    """Names of what a module holds that may be old or new, since a load into it failed."""
-    return getattr(state, "__dict__", {}).get(_TORN, ())
-
-
-def mark_torn(module: Any, names: Collection[str]) -> None:
-    """Remembers these names in the module, in place of those of before."""
-    if names:
-        vars(module)[_TORN] = tuple(sorted(names))  # Keras would track what it is assigned.
-    else:
-        vars(module).pop(_TORN, None)
 
 
 def is_tree(state: Any) -> bool:
