@@ -6,9 +6,11 @@ each byte comes from one seed.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mfload import dtypes, errors, sources
@@ -18,6 +20,7 @@ from mfload.options import PeerOptions
 from mfload.peer import leases, security, source as reading
 from mfload.peer.client import Client
 from mfload.peer.manifest import NAME, Entry, Fragment, Manifest
+from mfload.peer.planner import Planner
 from mfload.peer.security import split_address
 from mfload.peer.source import PeerSource
 from mfload.stored import Stored
@@ -114,8 +117,16 @@ class Peers:
             for each in made:
                 each.on_failure = use.fail
                 each.at_end(use.release)
+                each.others = itertools.chain(each.others, self._more(planner))
             return made, rows
         raise AssertionError("unreachable")
+
+    def _more(self, planner: Planner) -> Iterator[Seen]:
+        """Seeds of further tickets, which are taken as they are asked for, and kept meanwhile."""
+        for _ in range(_TRIES - 1):
+            use = leases.find(planner, *self._url[1:], self._options.timeout or _WAIT)
+            with contextlib.closing(use):
+                yield from self._ask([each.address for each in use.ticket.seeds])[0]
 
     def _open(
         self, addresses: Sequence[str], name: str, source: int

@@ -104,6 +104,7 @@ class PeerSource:
         why: The transport, and what was against better ones.
         on_failure: Called with the seed's incarnation when a reader has trouble with it.
         others: Seeds to go on with, of those that hold the same bytes, when this one fails.
+        failures: What failed with those before this one, for a report.
     """
 
     file = None
@@ -123,6 +124,7 @@ class PeerSource:
         self.way, self._client, self._options = way, client, options
         self.on_failure: Callable[[str], object] = bool
         self.others: Iterator[tuple[Client, Manifest]] = iter(())
+        self.failures: list[str] = []
         self._moving, self._taken = threading.Lock(), list[PeerSource]()
         self.new = None
         if options.checksums and manifest.checksums is not None:
@@ -204,20 +206,22 @@ class PeerSource:
                 return True
             if self.new is None or hasattr(failed, "lying"):
                 return False
-            for client, manifest in self.others:
-                if client is self._client or not _same_bytes(manifest, self.manifest):
-                    continue
-                try:
-                    taken = connect(client, manifest, self._options)
-                except (errors.SourceError, errors.FormatError):
-                    continue
-                what = "%s failed, its replica %s is read instead: %s"
-                logging.getLogger("mfload").warning(what, self.name, taken.name, str(error))
-                self._taken.append(taken)  # It closes its way at the end.
-                self.name, self.manifest, self.identity = client.name, manifest, taken.identity
-                self._client, self.way = client, taken.way
-                return True
-            return False
+            with suppress(errors.SourceError, errors.FormatError):  # A planner is asked for more.
+                for client, manifest in self.others:
+                    if client is self._client or not _same_bytes(manifest, self.manifest):
+                        continue
+                    with suppress(errors.SourceError, errors.FormatError):
+                        self._take(connect(client, manifest, self._options), error)
+                        return True
+        return False
+
+    def _take(self, other: PeerSource, error: Exception) -> None:
+        """Goes on as another source, which closes its way at the end."""
+        self.failures.append(f"a seed failed, others were asked: {error}")
+        logging.getLogger("mfload").warning(self.failures[-1])
+        self._taken.append(other)
+        self.name, self.manifest, self.identity = other.name, other.manifest, other.identity
+        self.engine, self._client, self.way = other.engine, other._client, other.way
 
     def check_after(self, error: Exception) -> None:
         """Raises SourceChangedError if the seed can be asked, and has another generation now."""

@@ -278,11 +278,17 @@ class TestReplicas:
     ) -> None:  # fmt: skip
         with seeding.counted(monkeypatch, block=1 << 20) as reads:
             reads.at(part * TOTAL, lambda: self.fail(two[0], how))
-            found = mfload.load(two[1], "numpy", options=options(transport, stalled=0.6))
+            report = mfload.Report()
+            by = options(transport, stalled=0.6)
+            found = mfload.load(two[1], "numpy", options=by, report=report)
         samples.assert_same(found, weights())
         # A copy that was taken, and memory of a process that stands still, are read to the end.
         if (transport, how) not in (("memfd", "write"), ("memory", signal.SIGSTOP)):
-            assert "is read instead" in caplog.text
+            (note,) = report.notes
+            assert note.startswith("a seed failed, others were asked: ")
+            assert note in caplog.text
+            (other,) = {name for name, *_ in report.route}
+            assert not two[0].url.startswith(other)
 
     def test_open_checkpoints_and_streams(self, two: Any) -> None:
         how = options("http", stalled=0.6)
@@ -293,6 +299,21 @@ class TestReplicas:
             found |= dict(arrays)
             samples.assert_same(found, weights())
             samples.assert_same({name: opened.get_tensor(name) for name in weights()}, weights())
+
+    def test_a_planner_is_asked_for_another(self) -> None:
+        from mfload.peer.planner_http import PlannerServer
+
+        with PlannerServer() as planner, contextlib.ExitStack() as stack:
+            made = [stack.enter_context(SeedProcess(planner=planner.url)) for _ in range(2)]
+            assert wait_until(lambda: len(planner.registry.records()) == 2)
+            how = options("http", stalled=0.6, planner=planner.url)
+            with mfload.open(f"peer:///{MODEL}@main", options=how) as opened:
+                found = {"t00": opened.get_tensor("t00")}
+                (busy,) = (each for each in made if int(each.tell("connections")))
+                busy.send(signal.SIGKILL)
+                found |= {name: opened.get_tensor(name) for name in weights()}
+                samples.assert_same(found, weights())
+            del opened, found
 
     @pytest.mark.parametrize("transport", TRANSPORTS)
     def test_one_fails_once_it_was_asked(
