@@ -211,7 +211,7 @@ class Seed:
         """Raises UsageError in a fork, whose changes no reader would ever see."""
         if self._pid != os.getpid():
             what = "the seed belongs to the process that this one was forked from"
-            raise errors.UsageError(what, expected="a seed of its own, by mfload.publish")
+            raise errors.UsageError(what, expected="a seed of its own")
 
     def _record(self) -> SeedRecord:
         about = self.manifest
