@@ -557,6 +557,7 @@ def restore(
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
     dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
     strict: bool = True,
+    atomic: bool = False,
     framework: Framework | ModuleType = "jax",
     unmatched: Literal["replicate", "error"] = "replicate",
     logical_axis_rules: Any = None,
@@ -599,6 +600,7 @@ def restore(
             target. Without a target, "target" means as stored.
         strict: Whether every leaf must be filled and all that is stored be used. If False, what
             fits is restored and the other leaves stay as they are, which the report notes.
+        atomic: As for `mfload.load_into`, for a module.
         framework: Whose arrays come back if there is no target.
         unmatched: What becomes of arrays for which neither a rule nor the target gives a sharding:
             "replicate" or "error".
@@ -631,7 +633,7 @@ def restore(
     locate = partial(steps.locate, step=step, prefix=prefix)
     if target is not None:
         placed = mesh, shardings, unmatched, logical_axis_rules
-        asked = filling.Wishes(mapping, *placed, dtype, strict, progress, report, names)
+        asked = filling.Wishes(mapping, *placed, dtype, strict, progress, report, names, atomic)
         opening = discovery.Opening(path, locate)
         return filling.fill(target, asked, opening, options=options, whole=True)
     for name, value in {"mapping": mapping, "logical_axis_rules": logical_axis_rules}.items():

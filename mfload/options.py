@@ -97,7 +97,7 @@ class PeerOptions:
             raise errors.UsageError(what, expected="cert_file= beside publish=True and ca_file=")
         if self.planner is not None and "://" not in str(self.planner):
             expected = "http://host:port, https://host:port or etcd://host:port"
-            found = str(self.planner)
+            found = str(self.planner).rpartition("@")[2]  # Before it there may be a password.
             raise errors.UsageError("planner is not a URL", expected=expected, found=found)
 
 

@@ -40,7 +40,7 @@ def scan(
     observer: Observer,
     options: LoadOptions,
     advance: Advance = None,
-    route: Mapping[int, Leg] | None = None,
+    route: dict[int, Leg] | None = None,
 ) -> tuple[str, ...]:
     """Shows an observer every block once, in the threads that read; returns notes.
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.cli import failures, options
 from mfload.cli.options import flag, option, sized
 from mfload.cli.output import print_json, print_table, tell, write
@@ -154,7 +154,7 @@ def _about(path: str, random: bool, quick: bool, most: int, written: list[Path |
         what = f"random reads of {path}, or of a scratch file of up to {much} in that directory"
         lasts = "some seconds" if quick else "half a minute"
     else:
-        what = f"loads up to {much} of {path} again and again, in fresh processes"
+        what = f"loads up to {much} of {sources.shown(path)} again and again, in fresh processes"
         lasts = "a minute" if quick else "some minutes"
     files = ", ".join(errors.printable(each) for each in written if each is not None)
     ends = f"writes {files or 'no file that stays'}; Ctrl-C ends it"

@@ -63,7 +63,7 @@ def run(
     plan: Plan,
     memory: list[Any],
     sources: Sequence[Source],
-    route: Mapping[int, Leg],
+    route: dict[int, Leg],
     *,
     threads: int,
     deadline: Deadline,
@@ -173,6 +173,11 @@ def run(
         check, some = methodcaller("check"), map(sources.__getitem__, used)
         look = partial(together, check, some) if concurrency else partial(list, map(check, some))
         deadline.bound(look, "looking at the files again")
+        for number in used if concurrency else ():
+            source: Any = sources[number]
+            if failures := getattr(source, "failures", ()):  # Of seeds, whose replicas went on.
+                notes += failures
+                route[number] = route[number]._replace(file=source.name, engine=source.engine)
     if trial is not None:
         notes += [str(trial)] if trial.over else []
         threads = min(threads, trial.way.readers)

@@ -153,6 +153,8 @@ def unbundle(
 ) -> Unbundled:
     """Writes the tensors that `bundle` took, in their order, from a file that it wrote.
 
+    Tensors and metadata are those of before; the header may be padded in another way.
+
     Args:
         source: As for `load`.
         target: Where to, as for `save`.

@@ -6,9 +6,11 @@ each byte comes from one seed.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mfload import dtypes, errors, sources
@@ -18,6 +20,7 @@ from mfload.options import PeerOptions
 from mfload.peer import leases, security, source as reading
 from mfload.peer.client import Client
 from mfload.peer.manifest import NAME, Entry, Fragment, Manifest
+from mfload.peer.planner import Planner
 from mfload.peer.security import split_address
 from mfload.peer.source import PeerSource
 from mfload.stored import Stored
@@ -49,6 +52,9 @@ class PeerUrl(NamedTuple):
             raise errors.UsageError(
                 "the URL is malformed", expected=_EXAMPLE, found=sources.shown(url)
             )
+        if "@" in match[1]:
+            what, expected = "peers take no user and password", "PeerOptions(token_file=)"
+            raise errors.UsageError(what, expected=expected, found=sources.shown(url))
         addresses = tuple(match[1].split(",")) if match[1] else ()
         for each in addresses:
             split_address(each)
@@ -111,15 +117,37 @@ class Peers:
             for each in made:
                 each.on_failure = use.fail
                 each.at_end(use.release)
+                each.others = itertools.chain(each.others, self._more(planner))
             return made, rows
         raise AssertionError("unreachable")
+
+    def _more(self, planner: Planner) -> Iterator[Seen]:
+        """Seeds of further tickets, which are taken as they are asked for, and kept meanwhile."""
+        for _ in range(_TRIES - 1):
+            use = leases.find(planner, *self._url[1:], self._options.timeout or _WAIT)
+            with contextlib.closing(use):
+                yield from self._ask([each.address for each in use.ticket.seeds])[0]
 
     def _open(
         self, addresses: Sequence[str], name: str, source: int
     ) -> tuple[list[PeerSource], list[TensorInfo]]:
         seen, failed = self._ask(addresses)
-        used, rows = together(self._checked(seen, failed), name, source, failed)
-        return [reading.connect(*each, self._options) for each in used], rows
+        seen = self._checked(seen, failed)
+        while True:
+            used, rows = together(seen, name, source, failed)
+            made: list[PeerSource] = []
+            for each in used:
+                try:
+                    made.append(reading.connect(*each, self._options))
+                except (errors.SourceError, errors.FormatError) as error:
+                    failed.append(error)
+                    seen = [other for other in seen if other is not each]
+                    break
+                made[-1].others = iter(used)
+            else:
+                return made, rows
+            if not seen:
+                raise failed[-1]
 
     def _ask(self, addresses: Sequence[str]) -> tuple[list[Seen], list[errors.MfloadError]]:
         """The manifests of seeds, and why others gave none."""

@@ -24,7 +24,7 @@ from mfload.sources.base import Costs
 
 _PIECE = 64 << 20
 _WAIT = 5.0  # Seconds that a reader has to take what it asked for.
-_COPIED = 500e6  # Bytes a second of the copy, at least, which a reader waits for.
+_LEAST = 64 << 10  # Bytes that are copied within the seconds of `stalled`, at least.
 _PAUSE = 0.05
 _CREDENTIALS = struct.Struct("3i")
 
@@ -167,7 +167,8 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
 
 def _received(connection: socket.socket, remote: Remote) -> Sequence[int]:
     """The descriptors that the seed sends once its copy is made; it must answer meanwhile."""
-    until = time.monotonic() + remote.stalled + remote.manifest.size / _COPIED
+    most = remote.stalled * remote.manifest.size / _LEAST  # As long as HTTP may take for it.
+    until = time.monotonic() + 2 * _WAIT + most
     while True:
         try:
             return socket.recv_fds(connection, 1, 4)[1]

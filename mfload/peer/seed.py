@@ -157,8 +157,9 @@ class Seed:
         """Replaces the weights; readers of those before raise SourceChangedError.
 
         The arguments are those of `mfload.publish`; names and shapes may change. What was held
-        before is let go of.
+        before is let go of. In a fork of the process that published, it raises UsageError.
         """
+        self._check_own()
         devices = not {*ways.ON_DEVICES}.isdisjoint(self._transports)
         made = _version(arrays, self._metadata, self._checksums, devices)
         with self._lock:
@@ -201,9 +202,16 @@ class Seed:
 
         Raises UsageError for an address that others can't connect to, such as 0.0.0.0.
         """
+        self._check_own()
         _check_reached(self.address)
         self._max_readers = max_readers
         self._registration = Registration(planner, self._record(), patient)
+
+    def _check_own(self) -> None:
+        """Raises UsageError in a fork, whose changes no reader would ever see."""
+        if self._pid != os.getpid():
+            what = "the seed belongs to the process that this one was forked from"
+            raise errors.UsageError(what, expected="a seed of its own")
 
     def _record(self) -> SeedRecord:
         about = self.manifest

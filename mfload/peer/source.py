@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mfload import errors
 from mfload.options import PeerOptions
@@ -15,6 +17,8 @@ from mfload.peer.data import hasher, overlap, take
 from mfload.peer.manifest import BLOCK, DIGITS, Manifest
 from mfload.peer.transports import Remote, Way
 from mfload.sources.base import ClosedAtEnd, shrunk
+
+T = TypeVar("T")
 
 _SHOWN = 8  # Tensors that an error names.
 
@@ -85,6 +89,14 @@ def _changed(name: str, expected: object, found: object) -> errors.SourceChanged
     return errors.SourceChangedError(what, file=name, expected=expected, found=found)
 
 
+def _same_bytes(one: Manifest, other: Manifest) -> bool:
+    """Whether two seeds hold the same bytes in the same places."""
+    if (one.size, one.checksums) != (other.size, other.checksums):
+        return False
+    mine, theirs = ([row._replace(sharding="") for row in each.entries] for each in (one, other))
+    return mine == theirs
+
+
 class PeerSource:
     """The data of a seed as a `Source`.
 
@@ -92,6 +104,8 @@ class PeerSource:
         manifest: What the seed said of itself.
         why: The transport, and what was against better ones.
         on_failure: Called with the seed's incarnation when a reader has trouble with it.
+        others: Seeds to go on with, of those that hold the same bytes, when this one fails.
+        failures: What failed with those before this one, for a report.
     """
 
     file = None
@@ -110,6 +124,9 @@ class PeerSource:
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
         self.on_failure: Callable[[str], object] = bool
+        self.others: Iterator[tuple[Client, Manifest]] = iter(())
+        self.failures: list[str] = []
+        self._moving, self._taken = threading.Lock(), list[PeerSource]()
         self.new = None
         if options.checksums and manifest.checksums is not None:
             self.new = hasher()
@@ -161,9 +178,51 @@ class PeerSource:
 
     def check(self) -> None:
         """Raises SourceChangedError if the seed has another generation now."""
+        self.with_others(self._check)
+
+    def _check(self) -> None:
         with self.blamed():
             if not self.way.check():
                 raise _changed(self.name, self.identity, None)
+
+    def with_others(self, call: Callable[[], T]) -> T:
+        """What a call gives with this seed, or if that fails, with another of the same bytes."""
+        while True:
+            way = self.way
+            try:
+                return call()
+            except errors.LoadTimeoutError:
+                raise
+            except (OSError, errors.FormatError) as error:
+                if not self._go_on(way, error):
+                    raise
+
+    def _go_on(self, failed: Way, error: Exception) -> bool:
+        """Takes the next of the others, if another thread did not; False if none is left.
+
+        What was read before is theirs too, since all of it was compared with the same checksums.
+        """
+        with self._moving:
+            if self.way is not failed:
+                return True
+            if self.new is None or hasattr(failed, "lying"):
+                return False
+            with suppress(errors.SourceError, errors.FormatError):  # A planner is asked for more.
+                for client, manifest in self.others:
+                    if client is self._client or not _same_bytes(manifest, self.manifest):
+                        continue
+                    with suppress(errors.SourceError, errors.FormatError):
+                        self._take(connect(client, manifest, self._options), error)
+                        return True
+        return False
+
+    def _take(self, other: PeerSource, error: Exception) -> None:
+        """Goes on as another source, which closes its way at the end."""
+        self.failures.append(f"a seed failed, others were asked: {error}")
+        logging.getLogger("mfload").warning(self.failures[-1])
+        self._taken.append(other)
+        self.name, self.manifest, self.identity = other.name, other.manifest, other.identity
+        self.engine, self._client, self.way = other.engine, other._client, other.way
 
     def check_after(self, error: Exception) -> None:
         """Raises SourceChangedError if the seed can be asked, and has another generation now."""
@@ -280,6 +339,9 @@ class PeerHandle(ClosedAtEnd):
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector (see `Handle`)."""
+        return self._source.with_others(lambda: self._reading(vector, offset, least))
+
+    def _reading(self, vector: list[Any], offset: int, least: int | None) -> int:
         with self._source.reading():
             return self._read(vector, offset, least)
 

@@ -19,6 +19,7 @@ from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX, outside, read_index
 from mfload.formats.strict_json import encodable
 from mfload.saving import manifests
 from mfload.saving.layout import REPLACED
+from mfload.sources.base import redacted
 from mfload.sources.local import is_cached, kind_of, place_of, resolved
 
 _FOREIGN = (
@@ -146,7 +147,9 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
         raise errors.UsageError("not a path", expected="save(arrays, path)", found=found)
     if "://" in given:
         raise errors.UsageError(
-            "cannot save to a URL", expected="a path of the local file system", found=given
+            "cannot save to a URL",
+            expected="a path of the local file system",
+            found=redacted(given),
         )
     name = os.path.basename(given)
     try:

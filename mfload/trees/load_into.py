@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
-from mfload import errors, frameworks
+from mfload import errors, frameworks, sources as places
 from mfload.dtypes import DTypeLike
 from mfload.formats import checkpoint
 from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         logical_axis_rules: Any
         dtype: DTypeLike
         strict: bool
+        atomic: bool
         progress: Progress
         report: Report | None
         options: Options | None
@@ -74,6 +75,7 @@ def load_into(
     logical_axis_rules: Any = None,
     dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
     strict: bool = True,
+    atomic: bool = False,
     progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
     fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
@@ -126,6 +128,10 @@ def load_into(
             memory keeps its dtype, and another is refused.
         strict: Whether every leaf must be filled and every stored tensor used. If False, what
             fits is loaded and the other leaves stay as they are; something must fit.
+        atomic: Whether a module keeps all of its old values if the load fails: what is loaded
+            lands beside it, in as many bytes of host memory, and is copied once all of it is there,
+            on all processes. Refused for modules of PyTorch with load hooks. Trees of JAX come back
+            new in any case.
         progress: As for `mfload.load`.
         report: As for `mfload.load`.
         fallback: As for `mfload.load`.
@@ -143,12 +149,14 @@ def load_into(
         MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
             before data is read. What load hooks refuse is known once they have run.
         ShardingError: A sharding does not fit its leaf.
-        MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded; a
-            module that is filled in place may be, of which a note of the exception tells.
+        MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded. A
+            module that is filled in place may be, unless `atomic`: a note of the exception tells,
+            and `mfload_torn` of the module has the names of what may hold new values or old ones,
+            until they are loaded.
     """
     placed = mesh, shardings, unmatched, logical_axis_rules
     call = functools.partial(
-        fill, target, Wishes(mapping, *placed, dtype, strict, progress, report)
+        fill, target, Wishes(mapping, *placed, dtype, strict, progress, report, atomic=atomic)
     )
     if not attempts.needed(fallback, options):
         return call(path, options=options)
@@ -172,7 +180,7 @@ def fill(
         from mfload.trees import modules
 
         made = importlib.import_module(f"mfload.trees.{framework}_modules").make(target)
-        modules.load_into(made, asked, path, options)
+        modules.load_into(target, made, asked, path, options)
         return target
     try:
         frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
@@ -231,7 +239,7 @@ def _values(
     from mfload.trees.saved_state import PlainNumbers, SavedState
 
     errors.check_choice("unmatched", asked.unmatched, UNMATCHED)
-    asked.check_strict()
+    asked.check_bools()
     placed = asked.mesh, asked.shardings, asked.unmatched, asked.logical_axis_rules
     start = time.perf_counter()
     index, sources = checkpoint.read_every(path, how)
@@ -279,7 +287,7 @@ def _check_order(target: Any) -> None:
         raise errors.UsageError(
             "the arguments are swapped: load_into(target, path), restore(path, target)",
             expected="a tree",
-            found=repr(target),
+            found=repr(places.shown(target) or target),
         )
 
 

@@ -53,12 +53,14 @@ class Wishes(NamedTuple):
     progress: Progress
     report: Report | None
     names: Names = None
+    atomic: bool = False
 
-    def check_strict(self) -> None:
-        """Raises UsageError if `strict` is not a bool."""
-        if not isinstance(self.strict, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            given = repr(self.strict)
-            raise errors.UsageError("strict is invalid", expected="a bool", found=given)
+    def check_bools(self) -> None:
+        """Raises UsageError if `strict` or `atomic` is not a bool."""
+        for name in ("strict", "atomic"):
+            if not isinstance(given := getattr(self, name), bool):
+                what = f"{name} is invalid"
+                raise errors.UsageError(what, expected="a bool", found=repr(given))
 
 
 _REMEDY = "the same names; or mapping=, which gives others, or strict=False, which loads what fits"

@@ -2,7 +2,8 @@
 
 What is stored as a leaf wants it is read straight into the leaf's memory. The rest is read in
 batches, arranged by NumPy and copied in, within the overhead. Leaves without memory get new arrays,
-which the module is given once everything has arrived on all processes.
+which the module is given once everything has arrived on all processes. With `atomic`, all of them
+are filled beside the module, and copied then.
 """
 
 from __future__ import annotations
@@ -234,8 +235,10 @@ def tied(state: Mapping[str, Any], key: Callable[[Any], Any]) -> dict[Any, tuple
     return found
 
 
-def load_into(module: Module, asked: Wishes, path: Any, options: Options | None) -> None:
-    """Fills a module; arguments as for `mfload.load_into`."""
+def load_into(
+    target: Any, module: Module, asked: Wishes, path: Any, options: Options | None
+) -> None:
+    """Fills a module, which is `target` taken apart; arguments as for `mfload.load_into`."""
     how, wrong = LoadOptions(), None
     try:
         cleared(asked.report)
@@ -248,6 +251,7 @@ def load_into(module: Module, asked: Wishes, path: Any, options: Options | None)
         together = mesh_load.together(backend, ranks, how.deadline)
     done = Report(processes=max(1, len(ranks)))
     filling: _Filling | None = None
+    torn: Sequence[str] = vars(target).get("mfload_torn", ())
     try:
         with together as group:
             if wrong is not None:
@@ -259,14 +263,14 @@ def load_into(module: Module, asked: Wishes, path: Any, options: Options | None)
             done.add_stage("headers", start, read)
             with gc_paused():
                 loader = Loader(index, sources, module.adapter(), how)
-                filling = _Filling(module, backend, group, loader)
+                filling = _Filling(module, backend, group, loader, asked.atomic)
                 found = filling.match(asked)
                 if found.ties:
                     ties.warn(found.ties, index, sources, how)
             done.add_stage("matching", read, time.perf_counter())
             with shown(asked.progress, filling.stored_bytes if asked.progress else 0) as advance:
                 filling.run(done, advance)
-        module.install(filling.made, filling.landing)
+        filling.install()
         stay = filling.finish(found, strict=asked.strict)
     except BaseException as error:
         if filling is not None and (begun := filling.begun):
@@ -275,8 +279,11 @@ def load_into(module: Module, asked: Wishes, path: Any, options: Options | None)
                 f"({brief(begun)}): some may hold new values, others those from before; load "
                 "again, or make the module anew"
             )
+            _mark_torn(target, {*torn, *begun})
         session.let_go(error)
         raise
+    filled = (module.leaves[number].name for number in found.recipes)
+    _mark_torn(target, set(torn).difference(filled))
     if asked.report is not None:
         notes = [*found.notes, *done.notes]
         if stay:
@@ -291,6 +298,14 @@ def load_into(module: Module, asked: Wishes, path: Any, options: Options | None)
         )
 
 
+def _mark_torn(target: Any, names: Collection[str]) -> None:
+    """Leaves these names in a module: of what may hold old values or new ones."""
+    if names:
+        vars(target)["mfload_torn"] = tuple(sorted(names))  # Keras tracks what it is assigned.
+    else:
+        vars(target).pop("mfload_torn", None)
+
+
 def _check(module: Module, asked: Wishes) -> None:
     for name in ("mesh", "shardings", "unmatched", "logical_axis_rules", "names"):
         value = getattr(asked, name)
@@ -300,7 +315,11 @@ def _check(module: Module, asked: Wishes) -> None:
                 expected=module.sharded_by,
                 found=f"{name}={value!r}",
             )
-    asked.check_strict()
+    asked.check_bools()
+    if asked.atomic and module.judged:
+        what = "atomic=True is not for modules with load hooks, which fill them in their own way"
+        parts = brief([prefix.removesuffix(".") or "the module" for prefix in module.judged])
+        raise errors.UsageError(what, expected="a copy of the module, filled first", found=parts)
 
 
 class _Step(NamedTuple):
@@ -320,18 +339,24 @@ class _Filling:
     """
 
     def __init__(
-        self, module: Module, backend: MeshBackend | None, group: Any, loader: Loader
+        self,
+        module: Module,
+        backend: MeshBackend | None,
+        group: Any,
+        loader: Loader,
+        atomic: bool,
     ) -> None:
         self._module, self._backend, self._group, self._loader = module, backend, group, loader
         self._rank = 0 if backend is None else backend.rank
         self._numbers = {leaf.name: n for n, leaf in enumerate(module.leaves)}
         self._shardings: dict[int, Any] = {}
-        self._nbytes = self._new_bytes = self._count = 0
+        self._nbytes = self._new_bytes = self._copy_bytes = self._count = 0
         self._empty: dict[int, tuple[int, ...]] = {}  # Shapes of new arrays that `put` fills.
         self._put: set[int] = set()  # What was begun to be filled by it.
         self._steps: list[_Step] = []
         self._adapter: InPlaceAdapter | None = None
         self._wish, self._strict = None, True
+        self._beside: dict[int, Any] | None = {} if atomic else None  # What `swap` copies.
         self.made: dict[int, New] = {}
         self.landing: Collection[int] = ()
 
@@ -434,10 +459,12 @@ class _Filling:
                     del memory[number]
                     replaced.append((nbytes, wanted))
             else:
-                memory.pop(number, None)
+                if memory.pop(number, None) is None and not leaves[number].abstract:
+                    self._aside(number, recipe)
                 if shares:
                     arranged.append((number, batches.parts(recipe, shares)))
-        self._count, self.landing = len(recipes), memory
+        self._count, self.landing = len(recipes), () if self._beside else memory
+        self._check_beside()
         self._adapter = InPlaceAdapter(self._loader.adapter, memory)
         loader = Loader(self._loader.index, self._loader.sources, self._adapter, options)
         requests = self._requests(direct)
@@ -449,10 +476,48 @@ class _Filling:
 
     def _memory(self, number: int, recipe: Recipe) -> Any:
         """The memory of a leaf; what processes exchange is put together on the host."""
+        if (beside := self._aside(number, recipe)) is not None:
+            return beside.reshape(-1).view(np.uint8)
         found = self._module.memory(number)
         exchanges = self._group is not None and self._loader.options.exchange != "never"
         on_host = exchanges or not recipe.tensors[0].simple
         return None if on_host and not isinstance(found, np.ndarray) else found
+
+    def _aside(self, number: int, recipe: Recipe) -> Any:
+        """An array for what this process holds of a leaf, until `swap`; None if not `atomic`."""
+        if self._beside is None:
+            return None
+        shape = stored(recipe.dtype, shape_of(self._box(number, recipe.transform.shape)))
+        self._beside[number] = np.empty(shape, recipe.dtype.numpy or np.uint8)
+        return self._beside[number]
+
+    def _check_beside(self) -> None:
+        limit = self._loader.options.max_host_overhead
+        nbytes = sum(each.nbytes for each in (self._beside or {}).values())
+        if limit is not None and nbytes > limit:
+            raise errors.MemoryLimitError(
+                "max_host_overhead is too small for the second copy that atomic=True makes",
+                expected=f"{errors.amount(nbytes, limit)} or more",
+                found=errors.amount(limit, limit),
+            )
+        self._copy_bytes = nbytes
+
+    def install(self) -> None:
+        """Gives the module what has arrived; if `atomic`, all of it though Ctrl-C interrupts."""
+        try:
+            self._install()
+        except KeyboardInterrupt:
+            if self._beside is not None:
+                self._install()
+            raise
+
+    def _install(self) -> None:
+        beside = self._beside or {}
+        self._put.update(beside)
+        for number, array in beside.items():
+            self._module.put(number, (0,) * array.ndim, array)
+        self._module.install(self.made, self.landing)
+        self._put.difference_update(beside)
 
     def _replacing(self, leaves: Sequence[tuple[int, TensorShares]], loader: Loader) -> list[_Step]:
         """The steps of what is replaced: the new arrays of a batch lie beside the old ones."""
@@ -592,8 +657,8 @@ class _Filling:
 
     def run(self, report: Report, advance: Advance | None) -> None:
         """Fills memory and makes new arrays."""
-        if self._loader.adapter.on_host:
-            check_host(self._new_bytes)
+        on_host = self._loader.adapter.on_host
+        check_host(self._copy_bytes + (self._new_bytes if on_host else 0))
         held = buffers.live_bytes()
         for number, shape in self._empty.items():
             array = self._module.empty(number, shape, self.made[number].dtype)
@@ -616,6 +681,7 @@ class _Filling:
             report.add_stage("transforms", start, time.perf_counter())
         report.framework, report.tensors = self._loader.adapter.name, self._count
         report.result_bytes = self._nbytes
+        report.peak_bytes += self._copy_bytes
 
     def _land(self, requests: Sequence[Request], fetched: list[Any]) -> None:
         for request, array in zip(requests, fetched, strict=True):
@@ -625,14 +691,20 @@ class _Filling:
     def _arrange(self, batch: Sequence[BatchItem], fetched: list[Any]) -> None:
         arrays = iter(fetched)
         for item in batch:
-            if item.owner not in self.made:
+            beside = (self._beside or {}).get(item.owner)
+            if item.owner not in self.made and beside is None:
                 self._put.add(item.owner)
             for part in item.parts:
                 if self._rank in (share.process for share in part.holders):
                     given = [next(arrays) for _ in part.sources]
                     with np.errstate(all="ignore"):  # A product may be out of a dtype's range.
                         made = np.asarray(part.transform.evaluate(given, np))
-                    self._module.put(item.owner, item.start or (0,) * made.ndim, made)
+                    start = item.start or (0,) * made.ndim
+                    if beside is None:
+                        self._module.put(item.owner, start, made)
+                    else:
+                        spans = zip(stored(part.recipe.dtype, start), made.shape, strict=True)
+                        beside[tuple(slice(at, at + n) for at, n in spans)] = made
 
 
 def _nbytes(recipe: Recipe) -> int:

@@ -48,7 +48,14 @@ def by_name(
     A state is a mapping from names to arrays, a tree, or a module of PyTorch, Paddle or Keras,
     whose names are those of `state_dict` or the paths of its variables. Raises as `named` does.
     """
-    if (framework := framework_of(state)) == "keras":
+    framework = framework_of(state)
+    if framework is not None and (torn := getattr(state, "mfload_torn", ())):
+        raise errors.UsageError(
+            "a load_into that failed left the module with old values among new ones",
+            expected="a load of all of them; or `del module.mfload_torn` once they are right",
+            found=f"may be either: {', '.join(torn[:8])}" + (", …" if len(torn) > 8 else ""),
+        )
+    if framework == "keras":
         from mfload.trees.keras_modules import KerasModule
 
         return {each.path: each.value for each in KerasModule(state).variables}, metadata

@@ -106,6 +106,24 @@ class PeerConformance:
         memory = {row.span for row in export(self.state(other)) if row.nbytes}
         assert len(memory) == len(names) - self.tied  # What was tied still is.
 
+    @pytest.mark.parametrize("atomic", [False, True])
+    def test_a_module_is_filled_while_the_weights_change(self, atomic: bool) -> None:
+        """It is left as it was, or it says what may be new."""
+        other = self.network(1)
+        before = stored(self.state(other))
+        with mfload.publish(self.network(0), model="m") as seed:
+
+            def update(done: int, _: int) -> None:
+                if done:
+                    seed.update(self.network(2))
+
+            how: Any = {"atomic": atomic, "progress": update, "options": by("http")}
+            with pytest.raises(errors.SourceChangedError):
+                mfload.load_into(other, seed.url, **how)
+        marked = hasattr(other, "mfload_torn")
+        assert marked or stored(self.state(other)) == before
+        assert not (marked and atomic)
+
     def test_what_is_let_go_of_stays(self) -> None:
         arrays = self.state(self.network(0))
         expected = stored(arrays)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import gc
 import os
@@ -353,7 +354,8 @@ def test_limits_that_are_too_small_name_one_that_is_not(tmp_path: Path, given: i
 
 def test_a_fault_in_the_middle_says_so(tmp_path: Path) -> None:
     model = large()
-    path = samples.save(tmp_path / "x.safetensors", numbers(model))
+    arrays = numbers(model)
+    path = samples.save(tmp_path / "x.safetensors", arrays)
     true, read = os.preadv, [0]
 
     def preadv(*args: Any) -> int:
@@ -370,6 +372,22 @@ def test_a_fault_in_the_middle_says_so(tmp_path: Path) -> None:
     ):
         mfload.load_into(model, path, options=options)
     assert "some may hold new values" in " ".join(caught.value.__notes__)
+    assert model.mfload_torn
+    before = [bits(weight) for weight in model.weights]
+    read[0] = 0
+    with (
+        mock.patch.object(pread, "_ROWS_A_MAP", 1 << 60),
+        mock.patch.object(os, "preadv", preadv),
+        pytest.raises(errors.MfloadError) as caught,
+    ):
+        mfload.load_into(
+            model, path, atomic=True, options=dataclasses.replace(options, max_host_overhead=None)
+        )
+    assert not hasattr(caught.value, "__notes__")
+    assert before == [bits(weight) for weight in model.weights]
+    mfload.load_into(model, path, atomic=True)
+    assert all(same(weight, arrays[weight.path]) for weight in model.weights)
+    assert not hasattr(model, "mfload_torn")
 
 
 @pytest.mark.parametrize("argument", ["mesh", "shardings", "logical_axis_rules"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -283,6 +284,35 @@ def test_a_fault_in_the_middle_says_so(tmp_path: Path) -> None:
     ):
         mfload.load_into(net, tmp_path / "x.safetensors", options=options)
     assert "some may hold new values" in " ".join(caught.value.__notes__)
+    assert set(net.mfload_torn) == set(arrays)
+
+
+@pytest.mark.parametrize("rules", [False, True])
+def test_an_atomic_load_leaves_the_old_values_or_the_new(tmp_path: Path, rules: bool) -> None:
+    arrays = {str(n): np.full((300, 1000), n + 1.5, np.float32) for n in range(4)}
+    paths = [samples.save(tmp_path / f"{n}.safetensors", {n: arrays[n]}) for n in arrays]
+    mapping = {r"(.*)": mfload.rule(r"\1", scale=2.0)} if rules else None
+    net = paddle.nn.Layer()
+    for name in arrays:
+        net.register_buffer(name, paddle.zeros([300, 1000]))
+    true, calls = os.preadv, []
+
+    def preadv(*args: Any) -> int:
+        calls.append(1)
+        if len(calls) > 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return true(*args)
+
+    load = functools.partial(mfload.load_into, net, paths, mapping=mapping, atomic=True)
+    options = mfload.Options(engine="pread", threads=1)
+    with mock.patch.object(os, "preadv", preadv), pytest.raises(errors.ReadError) as caught:
+        load(options=options)
+    assert not hasattr(caught.value, "__notes__")
+    assert not hasattr(net, "mfload_torn")
+    assert not any(each.numpy().any() for each in net.state_dict().values())
+    load(options=options)
+    for name, array in arrays.items():
+        assert same(net.state_dict()[name], array * 2 if rules else array)
 
 
 def test_nothing_lies_beside_the_layer(tmp_path: Path) -> None:

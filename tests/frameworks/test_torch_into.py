@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import os
@@ -29,6 +30,7 @@ from mfload.compat.dcp import HuggingFaceReader
 from mfload.frameworks import torch_memory
 from mfload.io import buffers, pread, probes
 from mfload.load_options import OVERHEAD
+from mfload.trees.torch_modules import TorchModule
 
 F8 = torch.float8_e4m3fn
 
@@ -277,8 +279,10 @@ KINDS = st.lists(
 
 
 @settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(KINDS, st.booleans(), st.sampled_from(["auto", "framework"]))
-def test_random_modules(tmp_path: Path, kinds: Any, meta: bool, allocator: Any) -> None:
+@given(KINDS, st.booleans(), st.sampled_from(["auto", "framework"]), st.booleans())
+def test_random_modules(
+    tmp_path: Path, kinds: Any, meta: bool, allocator: Any, atomic: bool
+) -> None:
     like, net = Loose(kinds, 0), Loose(kinds, 100)
     if meta:
         net = net.to("meta")
@@ -288,7 +292,7 @@ def test_random_modules(tmp_path: Path, kinds: Any, meta: bool, allocator: Any) 
     trains = {name: each.requires_grad for name, each in net.named_parameters()}
     ties = [f"tied{n}" for n in range(len(kinds))]
     path = write(tmp_path / "random.safetensors", like, *ties)
-    mfload.load_into(net, path, options=mfload.Options(allocator=allocator))
+    mfload.load_into(net, path, atomic=atomic, options=mfload.Options(allocator=allocator))
     check(net, like)
     assert trains == {name: each.requires_grad for name, each in net.named_parameters()}
     assert all(type(each) is torch.nn.Parameter for each in net.parameters())
@@ -511,6 +515,117 @@ def test_a_failure_in_the_middle_says_what_may_be_half_filled(tmp_path: Path, ru
         assert not held or "some may hold new values" in notes[0]
         assert held or all(each.is_meta for each in net.state_dict().values())
         del raised
+
+
+RULES = {"embed.weight": mfload.rule("embed.weight", scale=2.0), r"((?!embed).*)": r"\1"}
+
+
+def failing_at(call: int) -> Any:
+    """The reads of a disk that fails at one of them."""
+    true, seen = os.preadv, []
+
+    def preadv(*given: Any) -> int:
+        seen.append(1)
+        if len(seen) > call:
+            raise OSError(5, "Input/output error")
+        return true(*given)
+
+    return mock.patch.object(os, "preadv", preadv)
+
+
+@pytest.mark.parametrize("mapping", [None, RULES])
+def test_an_atomic_load_leaves_the_old_values_or_the_new(tmp_path: Path, mapping: Any) -> None:
+    paths = [tmp_path / f"{n}.safetensors" for n in range(4)]
+    state = [(name, each) for name, each in make(1).state_dict().items() if name != "head.weight"]
+    for n, path in enumerate(paths):  # A disk may fail at each of them.
+        safetensors.torch.save_file(dict(state[n::4]), path)
+    like, net = mfload.load_into(make(), paths, mapping=mapping), make(2)
+    net.rnn.weight_hh_l0.data = net.rnn.weight_hh_l0.data.T.contiguous().T  # With gaps.
+    held = {n: (id(each), each.data_ptr()) for n, each in net.state_dict(keep_vars=True).items()}
+    old = {name: each.clone() for name, each in net.state_dict().items()}
+    options = mfload.Options(engine="pread", threads=1)
+    for call in range(4):
+        with failing_at(call), pytest.raises(errors.ReadError) as caught:
+            mfload.load_into(net, paths, mapping=mapping, atomic=True, options=options)
+        assert not hasattr(caught.value, "__notes__")
+        del caught
+        assert all(same(old[name], each) for name, each in net.state_dict().items())
+        assert not hasattr(net, "mfload_torn")
+    mfload.load_into(net, paths, mapping=mapping, atomic=True, options=options)
+    check(net, like)
+    now = net.state_dict(keep_vars=True)
+    assert held == {name: (id(each), each.data_ptr()) for name, each in now.items()}
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_while_an_atomic_load_ends(tmp_path: Path, times: int) -> None:
+    path = write(tmp_path / "net.safetensors", make(1), "head.weight")
+    net, true, calls = make(2), TorchModule.put, []
+
+    def put(*given: Any) -> None:
+        calls.append(1)
+        if len(calls) in (3, 5)[:times]:
+            raise KeyboardInterrupt
+        true(*given)
+
+    with mock.patch.object(TorchModule, "put", put), pytest.raises(KeyboardInterrupt) as caught:
+        mfload.load_into(net, path, atomic=True)
+    assert hasattr(net, "mfload_torn") == hasattr(caught.value, "__notes__") == (times == 2)
+    if times == 1:
+        check(net, make(1))
+
+
+def test_what_an_atomic_load_needs(tmp_path: Path) -> None:
+    path = write(tmp_path / "net.safetensors", make(1), "head.weight")
+    large = write(tmp_path / "large.safetensors", torch.nn.Linear(999, 500))
+    nbytes = 4 * 500 * 1000
+    less = mfload.Options(max_host_overhead=nbytes - 1)
+    with pytest.raises(errors.MemoryLimitError, match="atomic=True"):
+        mfload.load_into(torch.nn.Linear(999, 500), large, atomic=True, options=less)
+    report, enough = mfload.Report(), mfload.Options(max_host_overhead=nbytes)
+    mfload.load_into(torch.nn.Linear(999, 500), large, atomic=True, report=report, options=enough)
+    assert report.peak_bytes >= nbytes
+    for wrong in (1, None, "yes"):
+        with pytest.raises(errors.UsageError, match="atomic is invalid"):
+            mfload.load_into(make(2), path, atomic=wrong)  # pyright: ignore
+    hooked = make(2)
+    hooked.rnn.register_load_state_dict_pre_hook(lambda *_: None)
+    with pytest.raises(errors.UsageError, match=r"load hooks.*found: rnn"):
+        mfload.load_into(hooked, path, atomic=True)
+    check(hooked, make(2))
+    check(mfload.load_into(make(2), path, atomic=True), make(1))
+    check(quietly(on_meta(), path, atomic=True), make(1))
+    check(mfload.restore(path, make(2), atomic=True), make(1))
+
+
+def test_a_torn_module_is_marked_until_it_is_loaded(tmp_path: Path) -> None:
+    path = write(tmp_path / "net.safetensors", make(1), "head.weight")
+    net, part = (
+        make(2),
+        write(tmp_path / "part.safetensors", torch.nn.ModuleDict({"rnn": make().rnn})),
+    )
+    options = mfload.Options(engine="pread", threads=1)
+    with (
+        mock.patch.object(pread, "_ROWS_A_MAP", 1 << 60),
+        failing_at(0),
+        pytest.raises(errors.ReadError),
+    ):
+        mfload.load_into(net, path, options=options)
+    assert "embed.weight" in net.mfload_torn
+    assert copy.deepcopy(net).mfload_torn == net.mfload_torn
+    assert list(net.state_dict()) == list(make().state_dict())
+    for call in (
+        lambda: mfload.save(net, tmp_path / "torn.safetensors"),
+        lambda: mfload.publish(net, model="m"),
+    ):
+        with pytest.raises(errors.UsageError, match="old values among new ones"):
+            call()
+    quietly(net, part, strict=False)
+    assert not any(name.startswith("rnn") for name in net.mfload_torn)
+    assert "embed.weight" in net.mfload_torn
+    mfload.load_into(net, path)
+    assert not hasattr(net, "mfload_torn")
+    mfload.save(net, tmp_path / "whole.safetensors")
 
 
 def test_arguments_that_are_for_jax_are_refused(tmp_path: Path) -> None:

@@ -771,6 +771,9 @@ def test_targets_without_a_place_for_a_tensor(two, strict, target, words):
 def test_target_and_path_in_the_wrong_order(two):
     with pytest.raises(errors.UsageError, match="the arguments are swapped"):
         mfload.load_into(str(two), {"w": np.zeros((16, 32))})
+    with pytest.raises(errors.UsageError, match="the arguments are swapped") as caught:
+        mfload.load_into("https://user:hunter2@host/m.safetensors", {"w": np.zeros((16, 32))})
+    assert "hunter2" not in str(caught.value)
 
 
 def test_what_split_gives(two):

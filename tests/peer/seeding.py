@@ -149,6 +149,9 @@ def _serve(count: int = 24, side: int = 512, **more: Any) -> None:
             names = sorted(each.name for each in threading.enumerate())
             print(json.dumps(names), flush=True)
             continue
+        elif what == "connections":
+            print(seed.connections, flush=True)
+            continue
         elif what == "memory":
             text = Path("/proc/self/status").read_text()
             print(text.partition("VmRSS:")[2].split()[0], flush=True)

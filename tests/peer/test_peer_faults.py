@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -16,6 +17,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +28,7 @@ from seeding import MODEL, TOTAL, TRANSPORTS, SeedProcess, options, publish, wai
 
 import mfload
 from mfload import errors
-from mfload.peer import client as clients
+from mfload.peer import checkpoint, client as clients, memfd
 
 SOON = 2.0
 
@@ -250,6 +252,106 @@ class TestChanged:
             mfload.load(seed.url, "numpy", options=options("memfd"))
 
 
+class TestReplicas:
+    """Of two seeds with the same bytes one fails: the other goes on."""
+
+    @pytest.fixture
+    def two(self) -> Any:
+        with SeedProcess() as one, SeedProcess() as two:
+            where = ",".join(each.url.split("/")[2] for each in (one, two))
+            yield one, f"peer://{where}/{MODEL}@main"
+
+    @staticmethod
+    def fail(seed: SeedProcess, how: Any) -> None:
+        if isinstance(how, str):
+            seed.tell(how)
+        else:
+            seed.send(how)
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    @pytest.mark.parametrize(
+        ("how", "part"),
+        [(signal.SIGKILL, 0.1), (signal.SIGKILL, 0.9), (signal.SIGSTOP, 0.5), ("close", 0.5),
+         ("update", 0.5), ("write", 0.1)],
+    )  # fmt: skip
+    def test_one_fails_in_the_middle(
+        self, two: Any, transport: str, how: Any, part: float, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:  # fmt: skip
+        with seeding.counted(monkeypatch, block=1 << 20) as reads:
+            reads.at(part * TOTAL, lambda: self.fail(two[0], how))
+            report = mfload.Report()
+            by = options(transport, stalled=0.6)
+            found = mfload.load(two[1], "numpy", options=by, report=report)
+        samples.assert_same(found, weights())
+        # A copy that was taken, and memory of a process that stands still, are read to the end.
+        if (transport, how) not in (("memfd", "write"), ("memory", signal.SIGSTOP)):
+            (note,) = report.notes
+            assert note.startswith("a seed failed, others were asked: ")
+            assert note in caplog.text
+            (other,) = {name for name, *_ in report.route}
+            assert not two[0].url.startswith(other)
+
+    def test_open_checkpoints_and_streams(self, two: Any) -> None:
+        how = options("http", stalled=0.6)
+        with mfload.open(two[1], options=how) as opened:
+            arrays = mfload.stream(two[1], "numpy", options=how)
+            found = dict([next(arrays)])
+            two[0].send(signal.SIGKILL)
+            found |= dict(arrays)
+            samples.assert_same(found, weights())
+            samples.assert_same({name: opened.get_tensor(name) for name in weights()}, weights())
+
+    def test_a_planner_is_asked_for_another(self) -> None:
+        from mfload.peer.planner_http import PlannerServer
+
+        with PlannerServer() as planner, contextlib.ExitStack() as stack:
+            made = [stack.enter_context(SeedProcess(planner=planner.url)) for _ in range(2)]
+            assert wait_until(lambda: len(planner.registry.records()) == 2)
+            how = options("http", stalled=0.6, planner=planner.url)
+            with mfload.open(f"peer:///{MODEL}@main", options=how) as opened:
+                found = {"t00": opened.get_tensor("t00")}
+                (busy,) = (each for each in made if int(each.tell("connections")))
+                busy.send(signal.SIGKILL)
+                found |= {name: opened.get_tensor(name) for name in weights()}
+                samples.assert_same(found, weights())
+            del opened, found
+
+    @pytest.mark.parametrize("transport", TRANSPORTS)
+    def test_one_fails_once_it_was_asked(
+        self, two: Any, transport: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        real = checkpoint.together
+
+        def together(*given: Any) -> Any:
+            if two[0].process.poll() is None:
+                two[0].send(signal.SIGKILL)
+            return real(*given)
+
+        monkeypatch.setattr(checkpoint, "together", together)
+        found = mfload.load(two[1], "numpy", options=options(transport, stalled=0.6))
+        samples.assert_same(found, weights())
+
+    def test_not_without_checksums(self, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Nothing would show that what was read before is the same."""
+        with seeding.counted(monkeypatch, block=1 << 20) as reads:
+            reads.at(0.5 * TOTAL, lambda: two[0].send(signal.SIGKILL))
+            with pytest.raises(errors.SourceError):
+                mfload.load(two[1], "numpy", options=options("http", checksums=False))
+
+    def test_both_fail(self, two: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        with SeedProcess() as other, seeding.counted(monkeypatch, block=1 << 20) as reads:
+
+            def stop() -> None:
+                two[0].send(signal.SIGKILL)
+                other.send(signal.SIGKILL)
+
+            url = two[1].replace(two[1].split("/")[2].split(",")[1], other.url.split("/")[2])
+            reads.at(0.5 * TOTAL, stop)
+            with pytest.raises(errors.SourceError):
+                mfload.load(url, "numpy", options=options("http", stalled=0.6))
+
+
 class TestOnTheWay:
     """A proxy before the seed."""
 
@@ -431,6 +533,61 @@ class TestReadersAndForks:
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights())
         assert seed.tell("update") == "done"
         samples.assert_same(mfload.load(seed.url, "numpy", options=how), weights(1))
+
+    def test_a_fork_changes_nothing(self) -> None:
+        """What it did would be seen by no reader, in its own copy of the seed."""
+        with mfload.publish({"x": np.ones(9)}, model="m") as seed:
+            child = os.fork()
+            if not child:
+                wrong = 2
+                planner: Any = None
+                for change in (lambda: seed.update({}), lambda: seed.register(planner, 1)):
+                    with contextlib.suppress(errors.UsageError):
+                        change()
+                        break
+                    wrong -= 1
+                os._exit(wrong)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            seed.update({"x": np.zeros(9)})
+            assert not mfload.load(seed.url, "numpy")["x"].any()
+
+    @pytest.mark.parametrize("where", [
+        "user:hunter2@127.0.0.1:9", "127.0.0.1:9,u:hunter2@h:2", "u:x,hunter2@h:1", "u:hunter2@",
+    ])  # fmt: skip
+    def test_no_error_shows_a_password(self, where: str, tmp_path: Path) -> None:
+        url, file = f"peer://{where}/m", tmp_path / "x.safetensors"
+        mfload.save({"x": np.ones(3)}, file)
+        peer: Any = functools.partial(mfload.PeerOptions, planner=where)
+        calls: list[Callable[[], object]] = [
+            lambda: mfload.load(url, "numpy"),
+            lambda: mfload.load([file, url], "numpy"),
+            lambda: list(mfload.stream(url, "numpy")),
+            lambda: mfload.open(url),
+            lambda: mfload.restore(url),
+            lambda: mfload.verify(url),
+            lambda: mfload.diff(file, url),
+            lambda: mfload.convert(url, tmp_path / "y.safetensors"),
+            lambda: mfload.save({"x": np.ones(3)}, url),
+            lambda: mfload.publish({"x": np.ones(3)}, model="m", address=where),
+            lambda: mfload.publish({"x": np.ones(3)}, model="m", planner=f"http://{where}"),
+            peer,
+        ]
+        for call in calls:
+            with pytest.raises(errors.MfloadError) as caught:
+                call()
+            assert "hunter2" not in f"{caught.value}{vars(caught.value)}"
+
+    def test_memfd_waits_for_a_busy_machine(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A copy takes as long as it takes, while the seed answers."""
+        real = memfd._Giver._copied
+
+        def slow(self: Any) -> int:
+            time.sleep(1.0)
+            return real(self)
+
+        monkeypatch.setattr(memfd._Giver, "_copied", slow)
+        with mfload.publish({"x": np.ones(9)}, model="m", transports="memfd") as seed:
+            assert mfload.load(seed.url, "numpy", options=options("memfd", stalled=0.1))["x"].all()
 
     def test_a_fork_while_memory_is_handed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It keeps no connection of the seed's."""

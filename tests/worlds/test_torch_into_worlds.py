@@ -47,7 +47,8 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
         for where in ("held", "meta")
         for exchange in ("auto", "once")
     ]
-    more = ["mapped:auto", "mapped:once", "plain", "again"] + ["strided"] * (count > 2)
+    atomic = [f"values:{how}:held:{ex}:atomic" for how in hows for ex in ("auto", "once")]
+    more = [*atomic, "mapped:auto", "mapped:once", "plain", "again"] + ["strided"] * (count > 2)
     ended = launching.launch(tmp_path, names + more, count=count, seconds=180, script=SCRIPT)
     for each in ended:
         assert each.code == 0, each.log
@@ -60,7 +61,8 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
         if name.endswith("once"):
             assert sum(line["read"] - line["over"] for line in found) == total, name
             assert sum(line["exchanged"] for line in found) > 0
-    lines(ended, "again")
+    for name in (*atomic, "again"):
+        lines(ended, name)
     assert count == 2 or "_StridedShard" in lines(ended, "strided")[0]["placements"]
     assert all(line["exchanged"] == 0 for line in lines(ended, "mapped:auto"))
     assert sum(line["exchanged"] for line in lines(ended, "mapped:once")) > 0
@@ -85,6 +87,7 @@ def cases_state(directory: Path) -> dict[str, Any]:
 def test_what_fails_in_one_fails_in_all(tmp_path: Path) -> None:
     files(tmp_path)
     disks = [f"disk:{where}:{how}" for where in ("held", "meta") for how in ("never", "once")]
+    disks += [f"disk:held:{how}:atomic" for how in ("never", "once")]
     names = ["refused", "other", "some_ask", *disks, "values:fsdp:meta:once"]
     ended = launching.launch(tmp_path, names, count=2, seconds=120, script=SCRIPT)
     for each in ended:
@@ -108,5 +111,5 @@ def test_what_fails_in_one_fails_in_all(tmp_path: Path) -> None:
         for each in ended:
             notes = each.said[case]["notes"]
             # Buffers are in memory also where parameters are on meta.
-            assert len(notes) == 1 - ("meta" in case), (case, notes)
+            assert len(notes) == ("held" in case and "atomic" not in case), (case, notes)
     lines(ended, "values:fsdp:meta:once")

@@ -5,6 +5,7 @@ python torch_into_cases.py RANK COUNT PORT DIRECTORY CASE…
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 import time
@@ -131,7 +132,7 @@ def sharded(count: int, how: str, *, meta: bool = False) -> Any:
     return net
 
 
-def values(here: World, how: str, where: str, exchange: str) -> dict[str, Any]:
+def values(here: World, how: str, where: str, exchange: str, atomic: str = "") -> dict[str, Any]:
     """Loads, and compares with PyTorch's own way of loading a whole state dict."""
     net = sharded(here.count, how, meta=where == "meta")
     before = dict(net.named_parameters())
@@ -141,6 +142,7 @@ def values(here: World, how: str, where: str, exchange: str) -> dict[str, Any]:
             net,
             here.directory / "net.safetensors",
             report=report,
+            atomic=bool(atomic),
             **as_options({"timeout": 30, "exchange": exchange, "engine": "pread"}),
         )
     assert found is net
@@ -293,17 +295,26 @@ def other(here: World) -> None:
     )
 
 
-def disk(here: World, where: str, exchange: str) -> dict[str, Any]:
-    """The disk fails on one process: the others raise, and what had no memory has none."""
+def disk(here: World, where: str, exchange: str, atomic: str = "") -> dict[str, Any]:
+    """The disk fails on one process: the others raise, and what had no memory has none.
+
+    If `atomic`, all of what has memory holds its old values still.
+    """
     net = sharded(here.count, "fsdp", meta=where == "meta")
+    old = copy.deepcopy([getattr(each, "_local_tensor", each) for each in net.parameters()])
     try:
         with here.failing(0, io_error):
             mfload.load_into(
                 net,
                 here.directory / "net.safetensors",
+                atomic=bool(atomic),
                 **as_options({"timeout": 30, "exchange": exchange, "engine": "pread"}),
             )
     except mfload.errors.MfloadError as error:
+        if atomic:
+            now = [getattr(each, "_local_tensor", each) for each in net.parameters()]
+            assert all(map(torch.equal, old, now))
+        assert hasattr(net, "mfload_torn") == (where == "held" and not atomic)
         left = any(each.is_meta for each in net.parameters())
         assert left == (where == "meta")
         notes = getattr(error, "__notes__", [])
