@@ -90,9 +90,12 @@ def connect(given: Any, remote: Remote) -> MemoryWay | LocalWay | str:
     if call is None:
         return "the system has no process_vm_readv"
     pid, proof, spans = _checked(given, remote)
-    kept = _here.get(proof[1].hex()) if pid == os.getpid() else None
-    if kept is not None and kept.data is not None:
-        return LocalWay(kept, kept.data)
+    if pid == os.getpid():
+        kept = _here.get(proof[1].hex())
+        data = None if kept is None else kept.data
+        if kept is None or data is None:
+            return "this process has no such seed"
+        return LocalWay(kept, data)
     if not remote.compares:
         return "nothing is compared with checksums"
     against = connections.held_by(pid, remote)

@@ -257,12 +257,12 @@ def counted(monkeypatch: Any, block: int | None = None) -> Generator[Reads]:
     """Sees each read of the ways; with `block`, they take as many bytes at once, in one thread."""
     from mfload.peer.http import HttpWay
     from mfload.peer.memfd import MemfdWay
-    from mfload.peer.memory import MemoryWay
+    from mfload.peer.memory import LocalWay, MemoryWay
     from mfload.sources.base import Costs
 
     reads = Reads()
     with monkeypatch.context() as patch:
-        for kind in (MemoryWay, MemfdWay, HttpWay):
+        for kind in (LocalWay, MemoryWay, MemfdWay, HttpWay):
             patch.setattr(kind, "read", reads.around(kind.read))
             if block is not None:
                 costs = Costs(block=block, merge_gap=0, concurrency=1)
