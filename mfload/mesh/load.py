@@ -8,12 +8,13 @@ import hashlib
 import math
 import os
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mfload import errors
+from mfload import __version__, errors
 from mfload.index import Index, TensorInfo
 from mfload.io.engine import Observer
 from mfload.load_options import OVERHEAD, LoadOptions
@@ -120,9 +121,13 @@ class MeshLoad:
     def arguments(self) -> list[str]:
         """What is wanted of each tensor: lines that must be the same on all processes."""
         lines: list[str] = []
-        for request, sharding in zip(self._whole, self._shardings, strict=True):
-            shares = repr(self._backend.shares(sharding, request.info.shape))
-            digest = hashlib.sha256(shares.encode()).hexdigest()[:16]
+        known: dict[int, str] = {}
+        for request, sharding, (_, _, _, shares, _) in zip(
+            self._whole, self._shardings, self._wanted, strict=True
+        ):
+            if (digest := known.get(id(shares))) is None:
+                digest = hashlib.sha256(repr(shares).encode()).hexdigest()[:16]
+                known[id(shares)] = digest
             dtype = f"{request.dtype}{' checked' if request.checked else ''}"
             lines.append(f"{request.info.name}: {dtype} {sharding} {digest}")
         return lines
@@ -242,7 +247,7 @@ def agree_on_inputs(
     lines = group.deadline.bound(
         lambda: [_sample(source, count) for source in used], "comparing files"
     )
-    group.agree("files", [*lines, f"headers: {header}"])
+    group.agree("files", [f"mfload: {__version__}", *lines, f"headers: {header}"])
     same = ("exchange", "allocator", "max_host_overhead")
     lines = [f"{name}: {getattr(options, name)!r}" for name in same]
     group.agree("arguments", [*lines, *arguments])
@@ -432,21 +437,24 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
     """
     tensors = base.targets(requests)
     apart, came = Counter[int](), Counter[int]()
-    for targets in tensors:
-        info, spans = targets[0].request.info, dict[int, tuple[int, int]]()
+    alike = Counter(id(each.parts) for each in tensors)
+    for info, parts, _ in {id(each.parts): each for each in tensors}.values():
+        count, spans, wanted = alike[id(parts)], dict[int, tuple[int, int]](), Counter[int]()
         dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
-        length, wanted = 1 if dim is None else info.shape[dim], Counter[int]()
-        for rank, _, box, _ in targets:
+        length = 1 if dim is None else info.shape[dim]
+        for rank, _, box, _ in parts:
             start, stop = (0, 1) if dim is None else box[dim]
             first, last = spans.get(rank, (start, stop))
             spans[rank] = min(first, start), max(last, stop)
             wanted[rank] += info.dtype.size_of(shape_of(box)) or 0
+        starts, stops = map(sorted, zip(*spans.values(), strict=True))
         for rank, (start, stop) in spans.items():
-            apart[rank] += info.nbytes * (stop - start) // length if rows else wanted[rank]
+            read = info.nbytes * (stop - start) // length if rows else wanted[rank]
+            apart[rank] += count * read
             # Those that want parts of the same rows read equal shares of them for each other.
-            among = sum(a < stop and start < b for a, b in spans.values())
-            came[rank] += wanted[rank] - wanted[rank] // among
-    share = sum(targets[0].request.info.nbytes for targets in tensors) / len(requests)
+            among = bisect_left(starts, stop) - bisect_right(stops, start)
+            came[rank] += count * (wanted[rank] - wanted[rank] // among)
+    share = sum(each.info.nbytes for each in tensors) / len(requests)
     return max(apart.values(), default=0), share, max(came.values(), default=0)
 
 
@@ -476,7 +484,7 @@ def preview(
         if width is not None:
             from mfload.mesh import redistribute
 
-            schedule = redistribute.schedule(requests, width)
+            schedule = redistribute.schedule(requests, width, backend.rank)
             read, received = schedule.read[backend.rank], schedule.received(backend.rank)
             held = _transport(backend).held * len(ranks) * width if schedule.travels else 0
             notes.append("the blocks of this plan are what the process would read on its own")

@@ -281,10 +281,10 @@ class TestRun:
         width: int = 4096,
         kind: Any = stores.MemoryLink,
     ) -> list[Any]:
-        schedule = redistribute.schedule(requests, width)
         swaps = stores.Swaps(len(requests))
 
         def process(rank: int) -> list[Any]:
+            schedule = redistribute.schedule(requests, width, rank)
             backend: Any = stores.Backend(rank, None, swaps)
             group = agree.ProcessGroup(backend, sorted(requests), Deadline(None))
             link: Any = kind(rank, sorted(requests), width, swaps)
@@ -362,7 +362,6 @@ class TestRun:
     def test_one_that_does_not_come_to_the_rows_ends_all(self, pressed: bool) -> None:
         """It failed before, or Ctrl-C came while it waited for the others."""
         requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2, 5)
-        schedule = redistribute.schedule(requests, 4096)
 
         class Pressed(stores.MemoryLink):
             def finish(self, check: Any) -> Any:
@@ -379,6 +378,7 @@ class TestRun:
             try:
                 if rank == 1 and not pressed:
                     raise errors.MemoryLimitError("no memory")
+                schedule = redistribute.schedule(requests, 4096, rank)
                 redistribute.run(schedule, group, link, lambda *_: None, places, memory, None)
             except BaseException as error:
                 group.fail(error)
@@ -400,11 +400,11 @@ class TestRun:
         requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2)
         backend: Any = stores.Backend(1, None, swaps)
         group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
-        group.enter = lambda what: None
+        group.enter = lambda what, same: None
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
         places = [[Place(request, n, 0)] for n, request in enumerate(requests[1])]
         link: Any = Late(1, [0, 1], 4096, swaps)
-        schedule = redistribute.schedule(requests, 4096)
+        schedule = redistribute.schedule(requests, 4096, 1)
         with pytest.raises(errors.ReadError, match="the disk is gone"):
             redistribute.run(schedule, group, link, read, places, memory, None)
 
