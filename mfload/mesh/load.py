@@ -7,6 +7,7 @@ import copy
 import hashlib
 import math
 import os
+import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from mfload import __version__, errors
+from mfload import errors
 from mfload.index import Index, TensorInfo
 from mfload.io.engine import Observer
 from mfload.load_options import OVERHEAD, LoadOptions
@@ -238,7 +239,8 @@ def agree_on_inputs(
     """Raises if the processes do not see the same files, or were not given the same arguments.
 
     Files are compared by size and a sample of evenly spread pages. That tells one step of a
-    training from another, and misses a single number that differs.
+    training from another, and misses a single number that differs. The version of mfload comes
+    first: another one may not make the same schedule.
     """
     rows = [(each.name, each.dtype.name, each.shape, each.pieces) for each in infos]
     used = [sources[n] for n in sorted({piece.source for row in rows for piece in row[-1]})]
@@ -247,7 +249,8 @@ def agree_on_inputs(
     lines = group.deadline.bound(
         lambda: [_sample(source, count) for source in used], "comparing files"
     )
-    group.agree("files", [f"mfload: {__version__}", *lines, f"headers: {header}"])
+    version = sys.modules["mfload"].__version__  # It is above all layers.
+    group.agree("files", [f"mfload: {version}", *lines, f"headers: {header}"])
     same = ("exchange", "allocator", "max_host_overhead")
     lines = [f"{name}: {getattr(options, name)!r}" for name in same]
     group.agree("arguments", [*lines, *arguments])

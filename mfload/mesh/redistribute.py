@@ -38,6 +38,7 @@ from mfload.planning.plan import Place, Plan, make_plan
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, first_element, intersection, shape_of
 from mfload.report import Report
+from mfload.runtime import gc_paused
 
 if TYPE_CHECKING:
     from mfload.timeline import Track
@@ -50,8 +51,9 @@ ALONE = 64 << 10
 _ROW = 4096
 # Tensors are cut where the parts of processes end, unless the pieces are smaller than this.
 _APART = 16 << 10
-# A process may be ahead of its share by that part of it, or by two pages.
-_EVEN, _LEAST = 32, 8192
+# A process may be ahead of its share by that part of it, or by two pages; of very many processes by
+# more, as no more slabs than that are cut for it.
+_EVEN, _LEAST, _SLABS = 32, 8192, 16384
 
 
 class Parcel(NamedTuple):
@@ -122,7 +124,8 @@ def schedule(requests: Requests, width: int, rank: int | None = None) -> Schedul
     All processes choose the same readers and rounds; only a process's own parcels are made, so that
     the work grows with what it sends and receives.
     """
-    return _Scheduler(requests, width, rank).made()
+    with gc_paused():
+        return _Scheduler(requests, width, rank).made()
 
 
 class _Scheduler:
@@ -133,7 +136,7 @@ class _Scheduler:
         self._place = -1 if rank is None else self._places[rank]
         self._tensors = base.targets(requests)
         total = sum(each.info.nbytes for each in self._tensors)
-        self._grain = max(_LEAST, total // (_EVEN * count))
+        self._grain = max(_LEAST, total // min(_EVEN * count, max(_SLABS, count)))
         self._room, self._due, self._last = width - ALIGNMENT, 0, 0
         self._rounds: list[list[Parcel]] = [[]]
         self._most, self._front = [0], [_ROW]
@@ -146,6 +149,7 @@ class _Scheduler:
         self._used: list[Counter[int]] = [Counter() for _ in self._ranks]
         self._fore: list[Counter[int]] = [Counter() for _ in self._ranks]
         self._trace: list[int] = []
+        self._targets: dict[int, Target] = {}  # Of the tensor at hand, by the number of the part.
         self._travels = False
 
     def made(self) -> Schedule:
@@ -157,6 +161,7 @@ class _Scheduler:
             if cut is None:
                 cut = cuts[id(tensor.parts)] = self._cut(tensor)
                 digest.update(repr([box for box, _ in cut.slabs]).encode())
+            self._targets.clear()
             self._due += tensor.info.nbytes
             read = self._read + cut.single
             if (read <= self._due / len(self._ranks) + self._grain)[cut.single > 0].all():
@@ -204,7 +209,7 @@ class _Scheduler:
         read, limit = self._read, self._due / len(self._ranks) + self._grain - want.nbytes
         if want.bytes_of.get(self._last) == want.most and read[self._last] <= limit:
             return self._last
-        reader = int(want.best[read[want.best].argmin()])
+        reader = int(want.best[read.take(want.best).argmin()])
         if read[reader] <= limit:
             return reader
         ready = np.flatnonzero(read <= limit)
@@ -221,7 +226,7 @@ class _Scheduler:
         if want.bytes_of.keys() == {reader}:
             return 0
         self._travels, row = True, self._full[reader]
-        filled = row[want.ranks] + want.amounts
+        filled = row.take(want.ranks) + want.amounts
         if filled.max() > self._room:
             row[:], filled = 0, want.amounts
             self._alone[reader] = self._small[reader] = 0
@@ -232,7 +237,7 @@ class _Scheduler:
                 self._rounds.append([])
                 self._most.append(0)
                 self._front.append(_ROW)
-        row[want.ranks] = filled
+        row.put(want.ranks, filled)
         row[reader] = 0
         number = self._current[reader]
         self._alone[reader] += want.alone
@@ -258,7 +263,8 @@ class _Scheduler:
             box = intersection(slab, tensor.parts[n].box)
             if box is None:
                 continue
-            target = tensor.target(n)
+            if (target := self._targets.get(n)) is None:
+                target = self._targets[n] = tensor.target(n)
             wire, nbytes, to, dtype = 0, _nbytes(target, box), target.rank, target.request.dtype
             key = (box, dtype.name, target.request.checked) if nbytes >= ALONE else None
             if to != ranks[reader]:
@@ -338,7 +344,9 @@ class _Scheduler:
         known: dict[int, tuple[int, list[_Slab]]] = {}
         for (start, stop), some in zip(itertools.pairwise(cuts), within, strict=True):
             # Where no part ends in between, runs of as many rows are cut alike.
-            first, below = known.get(stop - start, (start, None)) if len(ends) < 3 else (start, None)
+            first, below = (
+                known.get(stop - start, (start, None)) if len(ends) < 3 else (start, None)
+            )
             if below is None:
                 below = self._slabs(tensor, (*slab[:dim], (start, stop), *slab[dim + 1 :]), some)
                 known[stop - start] = start, below
