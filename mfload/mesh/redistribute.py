@@ -2,7 +2,8 @@
 
 Tensors are cut into slabs, runs of rows that one process reads: as a rule one that wants them. The
 parts of a slab travel as bytes, in rounds of rows of one size, one row from each process to each.
-All of it follows from the requests of all processes, so each makes the same schedule.
+All of it follows from the requests of all processes: each chooses the same readers and rounds, and
+they compare a digest of these before any bytes travel.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class _Scheduler:
 
     def _round(self, want: _Want, reader: int) -> int:
         """The round in which a slab travels, if any of it does: the reader's next with room."""
-        if want.bytes_of.keys() == {reader}:
+        if [*want.bytes_of] == [reader]:
             return 0
         self._travels, row = True, self._full[reader]
         filled = row.take(want.ranks) + want.amounts
