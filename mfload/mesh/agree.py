@@ -116,13 +116,17 @@ class ProcessGroup:
             raise errors.ProcessError(message, problems=_by_value(steps))
         return {rank: each for rank, (_, each) in said.items()}
 
-    def enter(self, what: str) -> KeyboardInterrupt | None:
+    def enter(self, what: str, same: str = "") -> KeyboardInterrupt | None:
         """Waits for all before collectives, so that none waits there for one that does not come.
 
-        Without a store, Ctrl-C is returned if it came meanwhile, to be told in these.
+        Raises ProcessError if `same` is not so on all. Without a store, Ctrl-C is returned if it
+        came meanwhile, to be told in these.
         """
         try:
-            self.gather(what)
+            said = self.gather(what, same)
+            if len(set(said.values())) > 1:
+                message = f"the processes do not have the same {what}"
+                raise errors.ProcessError(message, problems=_by_value(said))
         except KeyboardInterrupt as error:
             if self._store is not None or self._over or self._link.broken:
                 raise

@@ -238,17 +238,81 @@ class Target(NamedTuple):
     numbers: list[int]
 
 
-def targets(requests: Requests) -> list[list[Target]]:
+class Wanted(NamedTuple):
+    """What all processes want of a tensor.
+
+    Attributes:
+        parts: A target for each process and part. Tensors that are alike have the same list: its
+            requests may be those of another, and its numbers are places in `numbers`.
+        numbers: The number of each request in the list of its process.
+    """
+
+    info: TensorInfo
+    parts: list[Target]
+    numbers: list[int]
+
+    def target(self, part: int) -> Target:
+        """A part as this tensor's own target."""
+        rank, request, box, at = self.parts[part]
+        numbers = self.numbers
+        request = _new(Request, (self.info, *request[1:]))
+        return _new(Target, (rank, request, box, [numbers[n] for n in at]))
+
+
+def targets(requests: Requests) -> list[Wanted]:
     """What all processes want of each tensor, in file order; requests of the same part are one."""
-    made: dict[str, dict[object, Target]] = {}
+    # Tensors are alike so far if they are at the same node; `before` has the node before each, and
+    # the process whose request led from there.
+    nodes: dict[object, int] = {}
+    before: list[tuple[int, int]] = []
+    starts: dict[object, int] = {}
+    rows: dict[str, tuple[TensorInfo, list[int], list[int]]] = {}
     for rank in sorted(requests):
-        for number, request in enumerate(requests[rank]):
-            if request.nbytes:
-                box, held = box_of(request), made.setdefault(request.info.name, {})
-                key = rank, request.dtype.name, request.checked, box
-                held.setdefault(key, Target(rank, request, box, [])).numbers.append(number)
-    tensors = [list(each.values()) for each in made.values()]
-    return sorted(tensors, key=lambda each: each[0].request.info.pieces[0][:2])
+        for number, (info, dtype, selection, checked, _) in enumerate(requests[rank]):
+            row = rows.get(info.name)
+            if row is None:
+                row = rows[info.name] = info, [_start(info, starts)], []
+            at = row[1]
+            key = at[0], rank, id(selection), id(dtype), checked
+            node = nodes.get(key)
+            if node is None:
+                node = nodes[key] = len(nodes)
+                before.append((at[0], rank))
+            at[0] = node
+            row[2].append(number)
+    made: dict[int, list[Target]] = {}
+    tensors: list[Wanted] = []
+    for info, (node,), numbers in rows.values():
+        if node not in made:
+            made[node] = _targets(requests, _ranks(node, before), numbers)
+        tensors.append(Wanted(info, made[node], numbers))
+    tensors = [each for each in tensors if each.parts]
+    return sorted(tensors, key=lambda each: each.info.pieces[0][:2])
+
+
+def _start(info: TensorInfo, starts: dict[object, int]) -> int:
+    """A negative number that tensors of one shape and dtype have in common."""
+    kind = info.shape, info.dtype.name, None if info.simple else info.name
+    return -1 - starts.setdefault(kind, len(starts))
+
+
+def _ranks(node: int, before: Sequence[tuple[int, int]]) -> list[int]:
+    """The process of each request that led to a node."""
+    ranks: list[int] = []
+    while node >= 0:
+        node, rank = before[node]
+        ranks.append(rank)
+    return ranks[::-1]
+
+
+def _targets(requests: Requests, ranks: Sequence[int], numbers: Sequence[int]) -> list[Target]:
+    held: dict[object, Target] = {}
+    for n, (rank, number) in enumerate(zip(ranks, numbers, strict=True)):
+        request = requests[rank][number]
+        if request.nbytes:
+            key = rank, request.dtype.name, request.checked, box_of(request)
+            held.setdefault(key, Target(rank, request, key[-1], [])).numbers.append(n)
+    return [*held.values()]
 
 
 def stored_bytes(requests: Sequence[Request]) -> int:

@@ -7,7 +7,9 @@ import copy
 import hashlib
 import math
 import os
+import sys
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -120,9 +122,13 @@ class MeshLoad:
     def arguments(self) -> list[str]:
         """What is wanted of each tensor: lines that must be the same on all processes."""
         lines: list[str] = []
-        for request, sharding in zip(self._whole, self._shardings, strict=True):
-            shares = repr(self._backend.shares(sharding, request.info.shape))
-            digest = hashlib.sha256(shares.encode()).hexdigest()[:16]
+        known: dict[int, str] = {}
+        for request, sharding, (_, _, _, shares, _) in zip(
+            self._whole, self._shardings, self._wanted, strict=True
+        ):
+            if (digest := known.get(id(shares))) is None:
+                digest = hashlib.sha256(repr(shares).encode()).hexdigest()[:16]
+                known[id(shares)] = digest
             dtype = f"{request.dtype}{' checked' if request.checked else ''}"
             lines.append(f"{request.info.name}: {dtype} {sharding} {digest}")
         return lines
@@ -233,7 +239,8 @@ def agree_on_inputs(
     """Raises if the processes do not see the same files, or were not given the same arguments.
 
     Files are compared by size and a sample of evenly spread pages. That tells one step of a
-    training from another, and misses a single number that differs.
+    training from another, and misses a single number that differs. The version of mfload comes
+    first: another one may not make the same schedule.
     """
     rows = [(each.name, each.dtype.name, each.shape, each.pieces) for each in infos]
     used = [sources[n] for n in sorted({piece.source for row in rows for piece in row[-1]})]
@@ -242,7 +249,8 @@ def agree_on_inputs(
     lines = group.deadline.bound(
         lambda: [_sample(source, count) for source in used], "comparing files"
     )
-    group.agree("files", [*lines, f"headers: {header}"])
+    version = sys.modules["mfload"].__version__  # It is above all layers.
+    group.agree("files", [f"mfload: {version}", *lines, f"headers: {header}"])
     same = ("exchange", "allocator", "max_host_overhead")
     lines = [f"{name}: {getattr(options, name)!r}" for name in same]
     group.agree("arguments", [*lines, *arguments])
@@ -432,21 +440,24 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
     """
     tensors = base.targets(requests)
     apart, came = Counter[int](), Counter[int]()
-    for targets in tensors:
-        info, spans = targets[0].request.info, dict[int, tuple[int, int]]()
+    alike = Counter(id(each.parts) for each in tensors)
+    for info, parts, _ in {id(each.parts): each for each in tensors}.values():
+        count, spans, wanted = alike[id(parts)], dict[int, tuple[int, int]](), Counter[int]()
         dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
-        length, wanted = 1 if dim is None else info.shape[dim], Counter[int]()
-        for rank, _, box, _ in targets:
+        length = 1 if dim is None else info.shape[dim]
+        for rank, _, box, _ in parts:
             start, stop = (0, 1) if dim is None else box[dim]
             first, last = spans.get(rank, (start, stop))
             spans[rank] = min(first, start), max(last, stop)
             wanted[rank] += info.dtype.size_of(shape_of(box)) or 0
+        starts, stops = map(sorted, zip(*spans.values(), strict=True))
         for rank, (start, stop) in spans.items():
-            apart[rank] += info.nbytes * (stop - start) // length if rows else wanted[rank]
+            read = info.nbytes * (stop - start) // length if rows else wanted[rank]
+            apart[rank] += count * read
             # Those that want parts of the same rows read equal shares of them for each other.
-            among = sum(a < stop and start < b for a, b in spans.values())
-            came[rank] += wanted[rank] - wanted[rank] // among
-    share = sum(targets[0].request.info.nbytes for targets in tensors) / len(requests)
+            among = bisect_left(starts, stop) - bisect_right(stops, start)
+            came[rank] += count * (wanted[rank] - wanted[rank] // among)
+    share = sum(each.info.nbytes for each in tensors) / len(requests)
     return max(apart.values(), default=0), share, max(came.values(), default=0)
 
 
@@ -476,7 +487,7 @@ def preview(
         if width is not None:
             from mfload.mesh import redistribute
 
-            schedule = redistribute.schedule(requests, width)
+            schedule = redistribute.schedule(requests, width, backend.rank)
             read, received = schedule.read[backend.rank], schedule.received(backend.rank)
             held = _transport(backend).held * len(ranks) * width if schedule.travels else 0
             notes.append("the blocks of this plan are what the process would read on its own")

@@ -2,23 +2,30 @@
 
 Tensors are cut into slabs, runs of rows that one process reads: as a rule one that wants them. The
 parts of a slab travel as bytes, in rounds of rows of one size, one row from each process to each.
-All of it follows from the requests of all processes, so each makes the same schedule.
+All of it follows from the requests of all processes: each chooses the same readers and rounds, and
+they compare a digest of these before any bytes travel.
 """
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import math
 import struct
 import time
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from mfload import errors
 from mfload.cuda.staging import DEPTH
-from mfload.index import Box
+from mfload.dtypes import DType
+from mfload.index import Box, TensorInfo
 from mfload.io import buffers, pread
 from mfload.load_options import OVERHEAD
 from mfload.loading import execute
@@ -32,6 +39,7 @@ from mfload.planning.plan import Place, Plan, make_plan
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, first_element, intersection, shape_of
 from mfload.report import Report
+from mfload.runtime import gc_paused
 
 if TYPE_CHECKING:
     from mfload.timeline import Track
@@ -44,8 +52,9 @@ ALONE = 64 << 10
 _ROW = 4096
 # Tensors are cut where the parts of processes end, unless the pieces are smaller than this.
 _APART = 16 << 10
-# A process may be ahead of its share by that part of it, or by two pages.
-_EVEN, _LEAST = 32, 8192
+# A process may be ahead of its share by that part of it, or by two pages; of very many processes by
+# more, as no more slabs than that are cut for it.
+_EVEN, _LEAST, _SLABS = 32, 8192, 16384
 
 
 class Parcel(NamedTuple):
@@ -65,13 +74,15 @@ class Schedule(NamedTuple):
 
     ranks: tuple[int, ...]
     width: int  # Bytes from each process to each in a round.
-    rounds: list[list[Parcel]]  # What stays with its reader is in the first.
+    # What this process reads or gets. What stays with its reader is in the first.
+    rounds: list[list[Parcel]]
     read: Mapping[int, int]  # Bytes that each process reads.
-
-    @property
-    def travels(self) -> bool:
-        """Whether a process gets anything from another."""
-        return any(parcel.wire for parcels in self.rounds for parcel in parcels)
+    travels: bool  # Whether a process gets anything from another.
+    # Of each round: at least as many as the parcels that travel by themselves from one process to
+    # another, and as the bytes of a row before them.
+    most: list[int]
+    front: list[int]
+    digest: str  # Of what the schedules of all processes have in common.
 
     def received(self, rank: int) -> int:
         """Bytes that a process gets from others."""
@@ -79,56 +90,276 @@ class Schedule(NamedTuple):
         return sum(p.nbytes for p in every if p.target.rank == rank != p.reader)
 
 
-def schedule(requests: Requests, width: int) -> Schedule:
-    """The schedule for the requests of each process; the same on every process."""
-    ranks, tensors = tuple(sorted(requests)), base.targets(requests)
-    total = sum(targets[0].request.info.nbytes for targets in tensors)
-    grain, room = max(_LEAST, total // (_EVEN * len(ranks))), width - ALIGNMENT
-    read, due, last = dict.fromkeys(ranks, 0), 0, ranks[0]
-    rounds: list[list[Parcel]] = [[]]
-    current = dict.fromkeys(ranks, 0)  # The round that each reader fills,
-    full = {rank: Counter[int]() for rank in ranks}  # how full its row to each process is,
-    front = {rank: Counter[int]() for rank in ranks}  # and what small parcels take of that.
-    for targets in tensors:
-        info = targets[0].request.info
-        due += info.nbytes
-        whole = tuple((0, length) for length in info.shape)
-        every = [(target, target.box) for target in targets]
-        for nbytes, wanted, parts in _slabs(whole, every, grain, room):
-            # One that wants most of it, while all read about as much; then the one that read what
-            # lies before; then the one that has read least.
-            ready = [rank for rank in ranks if read[rank] + nbytes <= due / len(ranks) + grain]
-            reader = max(ready or ranks, key=lambda r: (wanted[r], r == last, -read[r]))
-            read[reader] += nbytes
-            last, row = reader, full[reader]
-            if any(row[to] + n > room for to, n in wanted.items() if to != reader):
-                row.clear()
-                front[reader].clear()
-                current[reader] += 1
-                if current[reader] == len(rounds):
-                    rounds.append([])
-            number = 0 if wanted.keys() == {reader} else current[reader]
-            held: dict[object, Parcel] = {}
+class _Want(NamedTuple):
+    """Which processes want how much of a slab; those of tensors that are alike share it."""
+
+    nbytes: int
+    bytes_of: Mapping[int, int]  # Bytes of rows by process, as its place among all.
+    most: int
+    ranks: Any  # The keys and values of `bytes_of`, as arrays,
+    amounts: Any
+    best: Any  # and those that want the most.
+    parts: Mapping[int, list[int]]  # Numbers of the targets of each.
+    alone: int  # The most parcels of one process that travel by themselves,
+    small: int  # and the most bytes of others.
+
+
+# A box of a tensor that one process reads, with what is wanted of it.
+_Slab = tuple[Box, _Want]
+# The part of a tensor that some targets want, by their numbers.
+_Group = tuple[Box, list[int]]
+
+
+class _Cut(NamedTuple):
+    """The slabs of tensors that are alike: those that one process wants, and what others share."""
+
+    slabs: list[_Slab]
+    single: Any  # Bytes of slabs that one process alone wants, for each process,
+    own: list[_Slab]  # those of the process whose schedule it is,
+    shared: list[_Slab]  # and all other slabs.
+
+
+def schedule(requests: Requests, width: int, rank: int | None = None) -> Schedule:
+    """The schedule of a process for the requests of each; of all processes without `rank`.
+
+    All processes choose the same readers and rounds; only a process's own parcels are made, so that
+    the work grows with what it sends and receives.
+    """
+    with gc_paused():
+        return _Scheduler(requests, width, rank).made()
+
+
+class _Scheduler:
+    def __init__(self, requests: Requests, width: int, rank: int | None) -> None:
+        self._ranks, self._width = tuple(sorted(requests)), width
+        self._rank, count = rank, len(self._ranks)
+        self._places = {each: n for n, each in enumerate(self._ranks)}
+        self._place = -1 if rank is None else self._places[rank]
+        self._tensors = base.targets(requests)
+        total = sum(each.info.nbytes for each in self._tensors)
+        self._grain = max(_LEAST, total // min(_EVEN * count, max(_SLABS, count)))
+        self._room, self._due, self._last = width - ALIGNMENT, 0, 0
+        self._rounds: list[list[Parcel]] = [[]]
+        self._most, self._front = [0], [_ROW]
+        self._read = np.zeros(count, np.int64)
+        # The round that each reader fills, how full its row to each process is, what parcels of
+        # their own kind take of the fullest, and what is known of each row that has own parcels.
+        self._current = [0] * count
+        self._full = np.zeros((count, count), np.int64)
+        self._alone, self._small = [0] * count, [0] * count
+        self._used: list[Counter[int]] = [Counter() for _ in self._ranks]
+        self._fore: list[Counter[int]] = [Counter() for _ in self._ranks]
+        self._trace: list[int] = []
+        self._targets: dict[int, Target] = {}  # Of the tensor at hand, by the number of the part.
+        self._travels = False
+
+    def made(self) -> Schedule:
+        cuts: dict[int, _Cut] = {}
+        constants = ALIGNMENT, ALONE, _ROW, _HEADER.format, self._ranks, self._width
+        digest = hashlib.sha256(repr(constants).encode())
+        for tensor in self._tensors:
+            cut = cuts.get(id(tensor.parts))
+            if cut is None:
+                cut = cuts[id(tensor.parts)] = self._cut(tensor)
+                digest.update(repr([box for box, _ in cut.slabs]).encode())
+            self._targets.clear()
+            self._due += tensor.info.nbytes
+            read = self._read + cut.single
+            if (read <= self._due / len(self._ranks) + self._grain)[cut.single > 0].all():
+                self._read = read
+                for box, want in cut.own:
+                    (reader,) = want.bytes_of
+                    self._parcels(tensor, box, want, reader, 0)
+                slabs = cut.shared
+            else:
+                slabs = cut.slabs
+            for box, want in slabs:
+                reader = self._reader(want)
+                self._read[reader] += want.nbytes
+                self._last = reader
+                number = self._round(want, reader)
+                self._trace += (reader, number)
+                self._parcels(tensor, box, want, reader, number)
+        digest.update(np.array(self._trace, np.int64).tobytes())
+        read = dict(zip(self._ranks, self._read.tolist(), strict=True))
+        common = self._travels, self._most, self._front, digest.hexdigest()[:32]
+        return Schedule(self._ranks, self._width, self._rounds, read, *common)
+
+    def _cut(self, tensor: base.Wanted) -> _Cut:
+        by_box: dict[Box, list[int]] = {}
+        for number, part in enumerate(tensor.parts):
+            by_box.setdefault(part.box, []).append(number)
+        slabs = self._slabs(tensor, _whole(tensor.info), list(by_box.items()))
+        single = np.zeros(len(self._ranks), np.int64)
+        own, shared = list[_Slab](), list[_Slab]()
+        for slab in slabs:
+            if len(slab[1].bytes_of) > 1:
+                shared.append(slab)
+                continue
+            (place,) = slab[1].bytes_of
+            single[place] += slab[1].nbytes
+            if self._rank is None or place == self._place:
+                own.append(slab)
+        return _Cut(slabs, single, own, shared)
+
+    def _reader(self, want: _Want) -> int:
+        """One that wants most of a slab, while all read about as much.
+
+        Then the one that read what lies before; then the one that has read least.
+        """
+        read, limit = self._read, self._due / len(self._ranks) + self._grain - want.nbytes
+        if want.bytes_of.get(self._last) == want.most and read[self._last] <= limit:
+            return self._last
+        reader = int(want.best[read.take(want.best).argmin()])
+        if read[reader] <= limit:
+            return reader
+        ready = np.flatnonzero(read <= limit)
+        if not ready.size:
+            ready = np.arange(len(read))
+        wanted = np.zeros(len(read), np.int64)
+        wanted[want.ranks] = want.amounts
+        wanted = wanted[ready]
+        best = ready[wanted == wanted.max()]
+        return self._last if self._last in best else int(best[read[best].argmin()])
+
+    def _round(self, want: _Want, reader: int) -> int:
+        """The round in which a slab travels, if any of it does: the reader's next with room."""
+        if [*want.bytes_of] == [reader]:
+            return 0
+        self._travels, row = True, self._full[reader]
+        filled = row.take(want.ranks) + want.amounts
+        if filled.max() > self._room:
+            row[:], filled = 0, want.amounts
+            self._alone[reader] = self._small[reader] = 0
+            self._used[reader].clear()
+            self._fore[reader].clear()
+            self._current[reader] += 1
+            if self._current[reader] == len(self._rounds):
+                self._rounds.append([])
+                self._most.append(0)
+                self._front.append(_ROW)
+        row.put(want.ranks, filled)
+        row[reader] = 0
+        number = self._current[reader]
+        self._alone[reader] += want.alone
+        self._small[reader] += want.small
+        self._most[number] = max(self._most[number], self._alone[reader])
+        front = min(ALIGNMENT + self._small[reader], self._width)
+        self._front[number] = max(self._front[number], front)
+        return number
+
+    def _parcels(
+        self, tensor: base.Wanted, slab: Box, want: _Want, reader: int, number: int
+    ) -> None:
+        """Adds the parcels of a slab that this process reads or gets."""
+        ranks, mine = self._ranks, self._rank
+        parts: Iterable[int] = want.parts.get(self._place, ())
+        if mine is None or mine == ranks[reader]:
             # What the reader keeps comes first: others get it from there.
-            for target, box in sorted(parts, key=lambda part: part[0].rank != reader):
-                wire, nbytes, to = 0, _nbytes(target, box), target.rank
-                dtype, key = target.request.dtype, None
+            others = (some for place, some in want.parts.items() if place != reader)
+            parts = itertools.chain(want.parts.get(reader, ()), *others)
+        used, fore = self._used[reader], self._fore[reader]
+        held: dict[object, Parcel] = {}
+        for n in parts:
+            box = intersection(slab, tensor.parts[n].box)
+            if box is None:
+                continue
+            if (target := self._targets.get(n)) is None:
+                target = self._targets[n] = tensor.target(n)
+            wire, nbytes, to, dtype = 0, _nbytes(target, box), target.rank, target.request.dtype
+            key = (box, dtype.name, target.request.checked) if nbytes >= ALONE else None
+            if to != ranks[reader]:
+                used[to] += _padded(nbytes)
+                if key is None:  # Small ones from the front on, others from the back.
+                    wire = ALIGNMENT + fore[to]
+                    fore[to] += _padded(nbytes)
+                else:
+                    wire = self._width - (used[to] - fore[to])
+            at = first_element(target.box, box) // dtype.elements * dtype.nbytes
+            same = held.get(key) if wire else None
+            parcel = Parcel(ranks[reader], target, box, at, nbytes, wire, same)
+            self._rounds[number].append(parcel)
+            if key is not None:
+                held.setdefault(key, parcel)
+
+    def _want(self, tensor: base.Wanted, slab: Box, groups: Sequence[_Group]) -> _Want:
+        wanted, alone, small = Counter[int](), Counter[int](), Counter[int]()
+        parts: dict[int, list[int]] = {}
+        for box, some in groups:
+            sizes: dict[DType, int] = {}
+            for n in some:
+                rank, request, *_ = tensor.parts[n]
+                if request.dtype not in sizes:
+                    sizes[request.dtype] = request.dtype.size_of(shape_of(box)) or 0
+                nbytes, place = sizes[request.dtype], self._places[rank]
+                parts.setdefault(place, []).append(n)
+                wanted[place] += _padded(nbytes)
                 if nbytes >= ALONE:
-                    key = box, dtype.name, target.request.checked
-                if to != reader:
-                    row[to] += _padded(nbytes)
-                    if key is None:  # Small ones from the front on, others from the back.
-                        wire = ALIGNMENT + front[reader][to]
-                        front[reader][to] += _padded(nbytes)
-                    else:
-                        wire = width - (row[to] - front[reader][to])
-                at = first_element(target.box, box) // dtype.elements * dtype.nbytes
-                same = held.get(key) if wire else None
-                parcel = Parcel(reader, target, box, at, nbytes, wire, same)
-                rounds[number].append(parcel)
-                if key is not None:
-                    held.setdefault(key, parcel)
-    return Schedule(ranks, width, rounds, read)
+                    alone[place] += 1
+                else:
+                    small[place] += _padded(nbytes)
+        ranks, amounts = np.array([*wanted]), np.array([*wanted.values()])
+        most = int(amounts.max())
+        best = np.sort(ranks[amounts == most])
+        nbytes = tensor.info.dtype.size_of(shape_of(slab)) or 0
+        highest = max(alone.values(), default=0), max(small.values(), default=0)
+        return _Want(nbytes, wanted, most, ranks, amounts, best, parts, *highest)
+
+    def _slabs(self, tensor: base.Wanted, slab: Box, groups: Sequence[_Group]) -> list[_Slab]:
+        """Cuts a box of a tensor in file order into slabs; `groups` want it.
+
+        A slab has at most `grain` bytes, of which a process wants at most `room`: a run of rows of
+        one dim at one place in all dims before it. So the part of it that a box holds is one
+        stretch of it.
+        """
+        common = ((intersection(slab, box), some) for box, some in groups)
+        groups = [(box, some) for box, some in common if box is not None]
+        if not groups:
+            return []
+        info, want = tensor.info, self._want(tensor, slab, groups)
+        # Elements that share a byte stay together.
+        units = [1] * (len(slab) - 1) + [info.dtype.elements]
+        if info.shape and info.shape[-1] % units[-1]:
+            units = list(info.shape)  # Rows share bytes as well.
+        dim = next((n for n, (a, b) in enumerate(slab) if b - a > units[n]), None)
+        cuts, ends = list[int](), list[int]()
+        if dim is not None:
+            (start, stop), unit = slab[dim], units[dim]
+            count = max(-(-want.nbytes // self._grain), -(-want.most // self._room))
+            step = max(1, (stop - start) // (count * unit)) * unit
+            cuts = [*range(start, stop, step), stop]
+            ends = sorted({start, stop, *(end for box, _ in groups for end in box[dim])})
+            if len(want.bytes_of) > 1 and 2 < len(ends) <= want.nbytes // _APART + 1:
+                cuts = ends
+        elif want.most > self._room:
+            expected = "more, or exchange='never'"
+            raise errors.MemoryLimitError(base.SMALL, tensor=info.name, expected=expected)
+        if dim is None or len(cuts) < 3:
+            return [(slab, want)]
+        within = [list[_Group]() for _ in cuts[1:]]
+        for group in groups:
+            first, last = group[0][dim]
+            for n in range(bisect_right(cuts, first) - 1, bisect_left(cuts, last)):
+                within[n].append(group)
+        made: list[_Slab] = []
+        known: dict[int, tuple[int, list[_Slab]]] = {}
+        for (start, stop), some in zip(itertools.pairwise(cuts), within, strict=True):
+            # Where no part ends in between, runs of as many rows are cut alike.
+            first, below = (
+                known.get(stop - start, (start, None)) if len(ends) < 3 else (start, None)
+            )
+            if below is None:
+                below = self._slabs(tensor, (*slab[:dim], (start, stop), *slab[dim + 1 :]), some)
+                known[stop - start] = start, below
+            for box, inner in below:
+                a, b = box[dim]
+                moved = (*box[:dim], (a - first + start, b - first + start), *box[dim + 1 :])
+                made.append((moved, inner))
+        return made
+
+
+def _whole(info: TensorInfo) -> Box:
+    return tuple((0, length) for length in info.shape)
 
 
 def batches(requests: Requests, limit: float) -> list[dict[int, list[int]]]:
@@ -136,61 +367,23 @@ def batches(requests: Requests, limit: float) -> list[dict[int, list[int]]]:
 
     One tensor alone may exceed it.
     """
+    if limit == math.inf:
+        return [{rank: [*range(len(every))] for rank, every in requests.items()}]
     made: list[dict[int, list[int]]] = [{rank: [] for rank in requests}]
     used = Counter[int]()
-    for targets in base.targets(requests):
+    for tensor in base.targets(requests):
         more = Counter[int]()
-        for target in targets:
-            more[target.rank] += target.request.nbytes * len(target.numbers)
+        for part in tensor.parts:
+            more[part.rank] += part.request.nbytes * len(part.numbers)
         if any(used[rank] and used[rank] + nbytes > limit for rank, nbytes in more.items()):
             made.append({rank: [] for rank in requests})
             used.clear()
         used.update(more)
-        for target in targets:
-            made[-1][target.rank] += target.numbers
+        for part in tensor.parts:
+            made[-1][part.rank] += [tensor.numbers[n] for n in part.numbers]
     for rank, every in requests.items():
         made[-1][rank] += [n for n, request in enumerate(every) if not request.nbytes]
     return made
-
-
-def _slabs(
-    slab: Box, around: Sequence[tuple[Target, Box]], grain: int, room: int
-) -> Iterator[tuple[int, Counter[int], list[tuple[Target, Box]]]]:
-    """Cuts a box of a tensor in file order into slabs.
-
-    Gives the bytes of each, those of the rows that each process wants, and what each target wants.
-    A slab has at most `grain` bytes, of which a process wants at most `room`: a run of rows of one
-    dim at one place in all dims before it. So the part of it that a box holds is one stretch of it.
-    """
-    parts = [(t, common) for t, b in around if (common := intersection(slab, b)) is not None]
-    if not parts:
-        return
-    wanted = Counter[int]()
-    for target, box in parts:
-        wanted[target.rank] += _padded(_nbytes(target, box))
-    info, most = parts[0][0].request.info, max(wanted.values())
-    nbytes = info.dtype.size_of(shape_of(slab)) or 0
-    # Elements that share a byte stay together.
-    units = [1] * (len(slab) - 1) + [info.dtype.elements]
-    if info.shape and info.shape[-1] % units[-1]:
-        units = list(info.shape)  # Rows share bytes as well.
-    dim = next((n for n, (a, b) in enumerate(slab) if b - a > units[n]), None)
-    cuts: list[int] = []
-    if dim is not None:
-        (start, stop), unit = slab[dim], units[dim]
-        count = max(-(-nbytes // grain), -(-most // room))
-        cuts = [*range(start, stop, max(1, (stop - start) // (count * unit)) * unit), stop]
-        ends = sorted({start, stop, *(end for _, box in parts for end in box[dim])})
-        if len(wanted) > 1 and 2 < len(ends) <= nbytes // _APART + 1:
-            cuts = ends
-    elif most > room:
-        expected = "more, or exchange='never'"
-        raise errors.MemoryLimitError(base.SMALL, tensor=info.name, expected=expected)
-    if dim is None or len(cuts) < 3:
-        yield nbytes, wanted, parts
-    else:
-        for cut in itertools.pairwise(cuts):
-            yield from _slabs((*slab[:dim], cut, *slab[dim + 1 :]), parts, grain, room)
 
 
 def _nbytes(target: Target, box: Box) -> int:
@@ -217,7 +410,7 @@ def load(
     loader = Loader(loader.index, loader.sources, loader.adapter, by_host)
     for batch in batches(requests, limit):
         wanted = {rank: [requests[rank][n] for n in batch[rank]] for rank in group.ranks}
-        made = schedule(wanted, width)
+        made = schedule(wanted, width, group.rank)
 
         def fill(
             plan: Plan, memory: list[Any], session: Session, sources: Any, made: Schedule = made
@@ -347,16 +540,11 @@ def run(
         return link.part(wide[number % 2], ranks.index(to) * width + at, nbytes)
 
     def pieces_of(parcels: Sequence[Parcel], round_number: int) -> Pieces:
-        wired = [each for each in parcels if each.wire]
-        alone = Counter((p.reader, p.target.rank) for p in wired if p.nbytes >= ALONE)
-        most = max(alone.values(), default=0)
-        front = max((p.wire + p.nbytes for p in wired if p.nbytes < ALONE), default=_ROW)
         sizes = [_ROW] * len(ranks)
-        pieces = Pieces([], [], sizes, [*sizes], most, max(front, _ROW))
-        for parcel in wired:
+        common = schedule.most[round_number], schedule.front[round_number]
+        pieces = Pieces([], [], sizes, [*sizes], *common)
+        for parcel in (each for each in parcels if each.wire):
             given, to = parcel.reader == rank, parcel.target.rank
-            if not given and to != rank:
-                continue
             number, end = ranks.index(to if given else parcel.reader), parcel.wire + parcel.nbytes
             if parcel.nbytes < ALONE:
                 sizes = pieces.sizes if given else pieces.come
@@ -400,7 +588,7 @@ def run(
                 raise failed or agree.failed(other, text)
         return came, interrupted
 
-    failed: BaseException | None = group.enter("rows") if rows else None
+    failed: BaseException | None = group.enter("schedule", schedule.digest) if rows else None
     before: Sequence[Parcel] = ()
     begun = 0.0
     for number, parcels in enumerate([*schedule.rounds, ()] if rows else schedule.rounds):

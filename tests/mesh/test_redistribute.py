@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import stores
 from hypothesis import assume, given, settings, strategies as st
 
+import mfload
 from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
 from mfload.load_options import LoadOptions
@@ -281,10 +284,10 @@ class TestRun:
         width: int = 4096,
         kind: Any = stores.MemoryLink,
     ) -> list[Any]:
-        schedule = redistribute.schedule(requests, width)
         swaps = stores.Swaps(len(requests))
 
         def process(rank: int) -> list[Any]:
+            schedule = redistribute.schedule(requests, width, rank)
             backend: Any = stores.Backend(rank, None, swaps)
             group = agree.ProcessGroup(backend, sorted(requests), Deadline(None))
             link: Any = kind(rank, sorted(requests), width, swaps)
@@ -362,7 +365,6 @@ class TestRun:
     def test_one_that_does_not_come_to_the_rows_ends_all(self, pressed: bool) -> None:
         """It failed before, or Ctrl-C came while it waited for the others."""
         requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2, 5)
-        schedule = redistribute.schedule(requests, 4096)
 
         class Pressed(stores.MemoryLink):
             def finish(self, check: Any) -> Any:
@@ -379,6 +381,7 @@ class TestRun:
             try:
                 if rank == 1 and not pressed:
                     raise errors.MemoryLimitError("no memory")
+                schedule = redistribute.schedule(requests, 4096, rank)
                 redistribute.run(schedule, group, link, lambda *_: None, places, memory, None)
             except BaseException as error:
                 group.fail(error)
@@ -400,11 +403,11 @@ class TestRun:
         requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2)
         backend: Any = stores.Backend(1, None, swaps)
         group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
-        group.enter = lambda what: None
+        group.enter = lambda what, same="": None
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
         places = [[Place(request, n, 0)] for n, request in enumerate(requests[1])]
         link: Any = Late(1, [0, 1], 4096, swaps)
-        schedule = redistribute.schedule(requests, 4096)
+        schedule = redistribute.schedule(requests, 4096, 1)
         with pytest.raises(errors.ReadError, match="the disk is gone"):
             redistribute.run(schedule, group, link, read, places, memory, None)
 
@@ -498,3 +501,157 @@ class TestChoosing:
         width, note = self.choose(self.columns(), "auto", "gpu", 10_000)
         assert width is None
         assert "too small for an exchange" in note
+
+
+def _seen(parcel: redistribute.Parcel) -> tuple[Any, ...]:
+    """All of a parcel that sender and receiver both go by."""
+    (rank, request, box, _), same = parcel.target, parcel.same
+    part = rank, request.info.name, request.dtype.name, request.checked, box
+    return (*part, parcel.reader, parcel.box, parcel.at, parcel.nbytes, parcel.wire, same is None)
+
+
+def _agree(requests: dict[int, list[Request]], width: int) -> None:
+    """Each process's own schedule has those parcels of all that it sends, keeps or gets."""
+    whole = redistribute.schedule(requests, width)
+    own = {rank: redistribute.schedule(requests, width, rank) for rank in requests}
+    for rank, one in own.items():
+        assert one._replace(rounds=whole.rounds) == whole
+        for mine, every in zip(one.rounds, whole.rounds, strict=True):
+            involved = [p for p in every if rank in (p.reader, p.target.rank)]
+            # Only its reader asks where the same bytes are.
+            assert [_seen(p)[:-1] for p in mine] == [_seen(p)[:-1] for p in involved]
+            sent = [_seen(p) for p in mine if p.reader == rank]
+            assert sent == [_seen(p) for p in involved if p.reader == rank]
+            for parcel in mine:
+                numbers = parcel.target.numbers
+                mates = [requests[parcel.target.rank][n] for n in numbers]
+                assert all(box_of(each) == parcel.target.box for each in mates)
+                assert {each.info.name for each in mates} == {parcel.target.request.info.name}
+    for number, every in enumerate(whole.rounds):
+        for a, b in itertools.permutations(requests, 2):
+            sent = [_seen(p)[:-1] for p in own[a].rounds[number] if p.target.rank == b]
+            taken = [_seen(p)[:-1] for p in own[b].rounds[number] if p.reader == a]
+            assert [p for p in sent if p[5] == a] == taken
+        wired = [p for p in every if p.wire]
+        alone = Counter((p.reader, p.target.rank) for p in wired if p.nbytes >= redistribute.ALONE)
+        assert whole.most[number] >= max(alone.values(), default=0)
+        small = [p.wire + p.nbytes for p in wired if p.nbytes < redistribute.ALONE]
+        assert width >= whole.front[number] >= max(small, default=0)
+    assert whole.travels == any(p.wire for p in itertools.chain(*whole.rounds))
+
+
+@settings(max_examples=150, deadline=None)
+@given(worlds(), st.sampled_from((4096, 8192)), alone)
+def test_what_one_sends_is_what_the_other_takes(
+    requests: dict[int, list[Request]], width: int, least: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redistribute, "ALONE", least)
+        _agree(requests, width)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> dict[int, list[Request]]:
+    """Needs of a model whose layers are alike, on meshes of its processes."""
+    count = draw(st.sampled_from((2, 3, 4, 6, 8)))
+    made: dict[int, list[Request]] = {rank: [] for rank in range(count)}
+    offset, widen = 0, draw(st.booleans())
+    grids = [(a, b) for a in (1, 2, 4, 8) for b in (1, 2, 4, 8)]
+    kinds = [
+        (draw(st.sampled_from((8, 64, 256))), draw(st.sampled_from((16, 512))), draw(_in(grids)))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    for layer, (kind, (rows, columns, grid)) in itertools.product(range(3), enumerate(kinds)):
+        info = tensor(f"{layer}.{kind}", "BF16", (rows, columns), offset)
+        offset += info.nbytes
+        dtype = dtypes.TABLE["F32"] if widen else info.dtype
+        for number in range(max(count, math.prod(grid))):
+            a, b = divmod(number % math.prod(grid), grid[1])
+            box = tuple(
+                (n * length // parts, (n + 1) * length // parts)
+                for n, parts, length in zip((a, b), grid, info.shape, strict=True)
+            )
+            made[number % count].append(Request(info, dtype, boxed(info, box)))
+    return made
+
+
+def _in(values: Any) -> Any:
+    return st.sampled_from(values)
+
+
+@settings(max_examples=100, deadline=None)
+@given(models(), st.sampled_from((4096, 65536)))
+def test_tensors_that_are_alike_are_scheduled_alike_by_all(
+    requests: dict[int, list[Request]], width: int
+) -> None:
+    _agree(requests, width)
+
+
+def many(count: int, layers: int) -> dict[int, list[Request]]:
+    """Needs of many processes: embeddings by columns, norms whole, weights by rows."""
+    wanted, offset = list[mesh_base.TensorShares](), 0
+    known: dict[Any, tuple[mesh_base.Share, ...]] = {}
+    for n in range(layers):
+        for kind, shape in (("c", (512, 8192)), ("n", (4096,)), ("r", (8192, 512))):
+            info = tensor(f"{kind}{n}", "BF16", shape, offset)
+            offset += info.nbytes
+            if kind not in known:
+                one = [[(0, length)] * count for length in shape]
+                if kind != "n":
+                    dim, step = "rc".index(kind), max(shape) // count
+                    one[dim] = [(r * step, r * step + step) for r in range(count)]
+                shares = [mesh_base.Share(r, 0, tuple(b[r] for b in one)) for r in range(count)]
+                known[kind] = tuple(shares)
+            wanted.append(mesh_base.TensorShares(info, info.dtype, False, known[kind]))
+    return mesh_base.requests(wanted)
+
+
+def test_the_work_grows_with_what_a_process_sends_and_receives() -> None:
+    calls: list[int] = []
+    for count in (64, 256):
+        requests, seen = many(count, 16), Counter[int]()
+
+        def profile(frame: Any, event: str, argument: Any, seen: Counter[int] = seen) -> None:
+            seen[0] += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            made = redistribute.schedule(requests, 1 << 20, 1)
+        finally:
+            sys.setprofile(None)
+        assert sum(made.read.values()) == 16 * (2 * (8 << 20) + 8192)
+        calls.append(seen[0])
+    assert calls[1] < 6 * calls[0]  # Of all parcels there are sixteen times as many.
+
+
+def test_another_version_of_the_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2, 5)
+    made = [redistribute.schedule(requests, 4096, 0)]
+    monkeypatch.setattr(redistribute, "_EVEN", 7)
+    monkeypatch.setattr(redistribute, "_LEAST", 1024)
+    made.append(redistribute.schedule(requests, 4096, 1))
+    assert made[0].digest != made[1].digest
+
+    def process(rank: int) -> None:
+        backend: Any = stores.Backend(rank, None, swaps)
+        group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
+        link: Any = stores.MemoryLink(rank, [0, 1], 4096, swaps)
+        memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
+        places = [[Place(request, n, 0)] for n, request in enumerate(requests[rank])]
+        redistribute.run(made[rank], group, link, lambda *_: None, places, memory, None)
+
+    for found in stores.all_at_once([lambda rank=rank: process(rank) for rank in (0, 1)]):
+        assert isinstance(found, errors.ProcessError), found
+        assert "do not have the same schedule" in str(found)
+
+
+def test_another_version_of_mfload_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    group: Any = SimpleNamespace(
+        deadline=Deadline(None), agree=lambda what, lines: said.append(lines[0])
+    )
+    mesh_load.agree_on_inputs(group, [], [], LoadOptions(), [])
+    monkeypatch.setattr(mfload, "__version__", "0.0.9")
+    mesh_load.agree_on_inputs(group, [], [], LoadOptions(), [])
+    assert said[0].startswith("mfload: ")
+    assert said[2] == "mfload: 0.0.9" != said[0]
