@@ -54,7 +54,7 @@ def offer(data: Data, generation: int) -> Offer | None:
     given = {
         "pid": os.getpid(),
         "proof": [proof.ctypes.data, proof[:_SECRET].tobytes().hex()],
-        "spans": data.spans(),
+        "spans": data.runs(),
     }
     return Offer(given, close)
 
