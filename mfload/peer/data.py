@@ -135,7 +135,9 @@ def overlap(vector: Sequence[Any]) -> bool:
 
 
 def _address(memory: Any) -> int:
-    return memory.__array_interface__["data"][0] if type(memory) is np.ndarray else memory.address
+    return (
+        memory.__array_interface__["data"][0] if isinstance(memory, np.ndarray) else memory.address
+    )
 
 
 class Spans:

@@ -259,7 +259,8 @@ def _whole(given: Any, size: int, check: _Checked) -> Columns:
     check.of(names, list, "the names", lambda values: strict_json.encodable("".join(values)))
     found: list[Kind] = []
     for each in check.of(kinds, list, "the kinds"):
-        found.append(_kind(*check.row(each, 2, "a kind"), check))
+        dtype, shape = check.row(each, 2, "a kind")
+        found.append(_kind(dtype, shape, check))
     if len(kind) != len(names) or not {*kind} <= {*range(len(found))}:
         expected = f"{errors.counted(len(names), 'number')} below {len(found)}"
         check.fail("the kinds are not those of the names", expected, kind)

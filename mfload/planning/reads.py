@@ -189,5 +189,5 @@ class NoReads(Reads):
     def run(self, source: int, offset: int, nbytes: int, buffer: int, at: int) -> None:
         """Does nothing."""
 
-    def parts(self, *_: Any) -> None:
+    def parts(self, *_: Any, **__: Any) -> None:
         """Does nothing."""
