@@ -18,22 +18,42 @@ from typing import Any, NoReturn
 
 from mfload import errors
 
+# Bytes of a list or an object, and of an item with its place: a number, a short string.
+_HELD = ((b"[", 88), (b"{", 232), (b",", 72))
 _Pairs = list[tuple[str, Any]]
 
 MAX_DEPTH = 127
 """Objects and lists within each other that the reference reader takes."""
 
 
-def loads(raw: bytes, path: str, what: str = "header", loose: str | None = None) -> Any:
+def loads(
+    raw: bytes,
+    path: str,
+    what: str = "header",
+    loose: str | None = None,
+    *,
+    most: int | None = None,
+) -> Any:
     """Parses; minus zero is a float.
 
-    In the object of the name `loose`, the last of two equal names counts.
+    In the object of the name `loose`, the last of two equal names counts. With `most`, what could
+    take more bytes of memory and also more than four times its own is not parsed.
 
     Raises:
         HeaderError: Not UTF-8, not JSON, nested too deep, a name given twice in one object,
             a number that JSON does not have or that no 64-bit float holds.
     """
     import json  # Most headers are read without.
+
+    if most is not None:
+        # The text is there twice. What each sign begins takes at most so much, as CPython keeps it.
+        size = 2 * len(raw) + sum(raw.count(sign) * nbytes for sign, nbytes in _HELD)
+        if size > max(most, 4 * len(raw)):
+            message = f"the {what} would take too much memory"
+            limit = errors.amount(max(most, 4 * len(raw)))
+            raise errors.HeaderError(
+                message, file=path, expected=f"at most {limit}", found=errors.amount(size)
+            )
 
     parse = functools.partial(json.loads, parse_constant=_reject, parse_float=_float)
     if b"-0" in raw:

@@ -46,6 +46,7 @@ MAX_RANK = 64  # NumPy's, and every view is a NumPy array first.
 _MAX_SPAN = 2**63 - 1
 _MOMENT = 0.1  # Seconds for which a stream goes by the memory that was free,
 _PART = 8  # and takes at most this part of it.
+_MUCH = 64 << 30  # Bytes that are checked before reads are planned: that takes a while, too.
 _SMALLER = 8  # The part of a slot of full size that small reads have.
 # A trial comes to at least so many readers, since one alone depends on every delay; and past the
 # page cache to no more than `_MOST_TRIED`, for which `max_host_overhead` must leave room, in bytes.
@@ -171,8 +172,9 @@ class Loader:
                 session = Session(self, requests, observer=observer, alone=fill is None)
                 session.recorder = recorder
             batches = session.limits.batches
-            if len(batches) > 1:
-                # Each batch is checked when its turn comes: what can't end must not begin.
+            # Each batch is checked when its turn comes: what can't end must not begin. And what a
+            # file or a peer claims must not cost more than a look.
+            if len(batches) > 1 or session.total > _MUCH:
                 session.check_result()
             stages.append(("plan", start, time.perf_counter()))
             for batch in batches if fill is None else [range(len(session.requests))]:
@@ -212,10 +214,12 @@ class Session:
         notes: What was decided without being asked for.
         recorder: Records what threads do, for a report.
         trial: Finds out how cold files are best read; None if there is too little to read.
+        total: Bytes to take of the sources.
     """
 
     recorder: Recorder | None = None
     trial: Trial | None = None
+    total = 0
     _gds = False
 
     def __init__(
@@ -275,10 +279,9 @@ class Session:
         if shared is not None:
             known = shared.legs(bool(self._devices), sum(wanted.values()))
         files: dict[int, tuple[Source, int]] = {}
-        total = 0
         for number in used:
             nbytes = min(wanted[number], sources[number].size)
-            total += nbytes
+            self.total += nbytes
             if number not in known:
                 if shared is not None and shared.wanted is not None:
                     nbytes = min(shared.wanted.get(number, nbytes), sources[number].size)
@@ -319,7 +322,7 @@ class Session:
         all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
         readers.threads, readers.costs, readers.decodes = self.threads, costs, bool(apart)
-        readers.nbytes = total
+        readers.nbytes = self.total
         readers.direct, readers.cold, readers.mapped = self._direct, cold, all_mapped
         if self._devices:
             self._stage(readers)
@@ -479,8 +482,8 @@ class Session:
         ):
             yield f"tensors land in memory of {name}, which takes none of mfload's there"
 
-    def plan(self, batch: Sequence[int] | None = None) -> Batch:
-        """The plan of some requests. Default: of all."""
+    def plan(self, batch: Sequence[int] | None = None, *, cut: bool = True) -> Batch:
+        """The plan of some requests. Default: of all. Without `cut` it has no reads."""
         requests, allocations = self.requests, self.allocations
         if batch is not None and len(batch) < len(requests):
             requests = [requests[n] for n in batch]
@@ -493,7 +496,10 @@ class Session:
             allocations=allocations,
             mapped=self._mapped,
             alone=None if self._options.allocator == "mfload" else self.adapter.alone,
+            cut=cut,
         )
+        if not cut:
+            return made
         copied = plan.copied_bytes if self._copies else {}
         # Slots are gone before the framework copies, so the two don't add up.
         if not self._devices or not plan.device_bytes:
@@ -567,11 +573,9 @@ class Session:
         )
 
     def check_result(self) -> None:
-        """Refuses a load whose result alone does not fit, before the first of several batches."""
+        """Refuses a load whose result alone does not fit, before any of its reads is planned."""
         # What is copied to a device leaves the host after each batch.
-        result = Batch()
-        result.plan = self.plan().plan
-        self.check_batch(result, host=self.adapter.on_host)
+        self.check_batch(self.plan(cut=False), host=self.adapter.on_host)
 
     def check_batch(self, batch: Batch, *, host: bool = True) -> None:
         """Refuses a batch that does not fit, with what it holds beside its result.

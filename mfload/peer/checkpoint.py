@@ -10,11 +10,12 @@ import contextlib
 import itertools
 import math
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mfload import dtypes, errors, sources
-from mfload.index import Box, Piece, TensorInfo
+from mfload.index import Box, Columns, Piece, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.options import PeerOptions
 from mfload.peer import leases, security, source as reading
@@ -95,7 +96,7 @@ class Peers:
             metadata |= each.manifest.metadata
         return made, rows, metadata
 
-    def _by_planner(self, name: str, source: int) -> tuple[list[PeerSource], list[TensorInfo]]:
+    def _by_planner(self, name: str, source: int) -> tuple[list[PeerSource], Columns]:
         options = self._options
         token, tls = security.credentials(options)
         given: Any = options.planner
@@ -130,7 +131,7 @@ class Peers:
 
     def _open(
         self, addresses: Sequence[str], name: str, source: int
-    ) -> tuple[list[PeerSource], list[TensorInfo]]:
+    ) -> tuple[list[PeerSource], Columns]:
         seen, failed = self._ask(addresses)
         seen = self._checked(seen, failed)
         while True:
@@ -184,7 +185,7 @@ class Peers:
 
 def together(
     seen: Sequence[Seen], name: str, source: int, failed: Sequence[errors.MfloadError] = ()
-) -> tuple[list[Seen], list[TensorInfo]]:
+) -> tuple[list[Seen], Columns]:
     """The seeds that are read, and each tensor as pieces of them; the first is number `source`.
 
     Raises CheckpointError if the seeds disagree or a tensor has gaps, or the error of a seed that
@@ -215,8 +216,12 @@ def together(
         raise errors.CheckpointError(what, file=name, expected=expected, found=found)
     held: dict[str, tuple[Entry, list[tuple[int, Fragment]]]] = {}
     wrong: list[str] = []
+    found = Columns()
+    if len(used) == 1:  # Of several seeds, each tensor may be of any.
+        found.extend(used[0][1].whole)
+        found.sources = array("q", [source]) * len(found)
     for number, (client, manifest) in enumerate(used):
-        for entry in manifest.entries:
+        for entry in manifest.rows if found else manifest.entries:
             first, there = held.setdefault(entry.name, (entry, []))
             if (entry.dtype, entry.shape) != (first.dtype, first.shape):
                 here, before = (f"{e.dtype} {list(e.shape)}" for e in (entry, first))
@@ -240,7 +245,8 @@ def together(
             raise failed[0]
         what = "the seeds do not hold the whole model"
         raise errors.CheckpointError(what, file=name, problems=tuple(problems))
-    return list(used), rows
+    found.extend(Columns.of(rows))
+    return list(used), found
 
 
 def _pieces(

@@ -85,12 +85,14 @@ class Client:
         *,
         limit: int = 1 << 20,
         seconds: float = _ANSWER,
+        most: int | None = None,
     ) -> Any:
         """The JSON that answers a request; None if the answer is empty.
 
         Raises:
             SourceError: The server can't be reached, refuses, or takes longer than `seconds`.
-            HeaderError: The answer is malformed or longer than `limit` bytes.
+            HeaderError: The answer is malformed or longer than `limit` bytes, or would take more
+                than `most` when it is parsed.
         """
         data = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -110,7 +112,7 @@ class Client:
             what = "the answer of the peer is over the limit"
             expected = f"at most {errors.amount(limit)}"
             raise errors.HeaderError(what, file=self.name, expected=expected) from None
-        return strict_json.loads(text, self.name, "answer") if text else None
+        return strict_json.loads(text, self.name, "answer", most=most) if text else None
 
     def read_into(self, path: str, vector: Sequence[Any], offset: int) -> None:
         """Fills the buffers of a vector with the bytes of a path from `offset` on.

@@ -14,6 +14,7 @@ from mfload import errors
 from mfload.peer.manifest import BLOCK
 
 _MOST = 1 << 56  # No address lies beyond.
+_SMALL, _MANY = 8 << 10, 256  # Pieces of fewer bytes are copied together: so many, at most.
 _PIECE = 4 << 20  # Bytes that are copied from a device at once.
 
 
@@ -56,8 +57,18 @@ class Data:
 
     def parts(self, start: int, stop: int) -> Iterator[Any]:
         """The memory of a range, array by array; of devices, copies of a few MiB."""
+        small: list[Any] = []
         for n, low, high in cut(self.starts, self.size, start, stop):
-            yield from _pieces(self.arrays[n], low, high)
+            for piece in _pieces(self.arrays[n], low, high):
+                if piece.nbytes < _SMALL:
+                    small.append(piece)
+                if small and (piece.nbytes >= _SMALL or len(small) == _MANY):
+                    yield flat(b"".join(small))
+                    small = []
+                if piece.nbytes >= _SMALL:
+                    yield piece
+        if small:
+            yield flat(b"".join(small))
 
     def checksums(self) -> tuple[str, str]:
         """The checksums of blocks, and of parts of shared ones, as the manifest has them."""
@@ -92,7 +103,18 @@ class Data:
 
     def spans(self) -> list[tuple[int, int]]:
         """Address and bytes of each array, in order."""
-        return [(_address(each), each.size) for each in self.arrays]
+        return list(self._known)
+
+    def runs(self) -> list[tuple[int, int]]:
+        """The same, of arrays that lie one behind the other together."""
+        found: list[tuple[int, int]] = []
+        start = end = 0
+        for address, nbytes in self._known:
+            if address != end:
+                found.append((start, end - start))
+                start = address
+            end = address + nbytes
+        return [*found[1:], (start, end - start)] if self._known else []
 
     def devices(self) -> list[int]:
         """The CUDA device on which each array lies; -1 for the host."""
@@ -113,7 +135,9 @@ def overlap(vector: Sequence[Any]) -> bool:
 
 
 def _address(memory: Any) -> int:
-    return memory.ctypes.data if isinstance(memory, np.ndarray) else memory.address
+    return (
+        memory.__array_interface__["data"][0] if isinstance(memory, np.ndarray) else memory.address
+    )
 
 
 class Spans:

@@ -14,7 +14,7 @@ from mfload.index import Box, Piece, TensorInfo
 from mfload.mesh import base as meshes
 from mfload.peer import cuda_ipc
 from mfload.planning import request as requesting
-from mfload.saving.export import export, unboxed
+from mfload.saving.export import NATIVE, as_bytes, export, unboxed
 
 
 class Held(NamedTuple):
@@ -46,14 +46,26 @@ def held(arrays: Mapping[str, Any], devices: bool = False) -> list[Held]:
         UnsupportedArrayError: An array can't be read, or its shards are no boxes.
     """
     found: list[Held] = []
-    whole: dict[str, Any] = {}
+    whole: dict[str, Any] = {}  # Arrays that are not in `found` yet.
+    boxes: dict[tuple[int, ...], Box] = {}
     for name, given in arrays.items() if isinstance(arrays, Mapping) else ():  # pyright: ignore
+        if type(given) is np.ndarray and type(name) is str and given.flags.c_contiguous:
+            row, shape = NATIVE.get(given.dtype), given.shape
+            if row is not None:  # Of many small arrays the rest would take most of the time.
+                if whole:
+                    found += _whole(whole, devices)
+                    whole = {}
+                if shape not in boxes:
+                    boxes[shape] = tuple([(0, length) for length in shape])
+                found.append(Held(name, row, shape, boxes[shape], as_bytes(given)))
+                continue
         array = unboxed(given)
         parts = list(_parts(name, array))
         if not parts:
             whole[name] = array
-            found += _whole({name: array}, devices)
             continue
+        found += _whole(whole, devices)
+        whole = {}
         seen: set[Box] = set()
         for row, shape, box, part, sharding in parts:
             if box not in seen:
@@ -61,6 +73,7 @@ def held(arrays: Mapping[str, Any], devices: bool = False) -> list[Held]:
                 (each,) = _whole({name: part}, devices)
                 more = {"dtype": row or each.dtype, "shape": shape, "box": box}
                 found.append(each._replace(**more, sharding=sharding))
+    found += _whole(whole, devices)
     if not found:
         export(arrays)  # It says what is wrong with them.
         raise errors.UsageError("there is nothing to publish", expected="at least one array")
@@ -68,9 +81,9 @@ def held(arrays: Mapping[str, Any], devices: bool = False) -> list[Held]:
 
 
 def _whole(arrays: Mapping[str, Any], devices: bool) -> Iterator[Held]:
-    for row, array in zip(export(arrays), arrays.values(), strict=True):
+    for row, array in zip(export(arrays) if arrays else (), arrays.values(), strict=True):
         span = row.span
-        box = tuple((0, length) for length in row.shape)
+        box = tuple([(0, length) for length in row.shape])
         if devices and span is None and row.dtype.elements == 1:
             lying = cuda_ipc.find(array, row.nbytes)
             if lying is not None:
@@ -87,10 +100,9 @@ _Part = tuple[DType | None, tuple[int, ...], Box, Any, str]
 
 def _parts(name: str, array: Any) -> Iterator[_Part]:
     """The dtype, shape, box, array and sharding of each part; none of an array that is whole."""
-    kinds = {kind.__name__ for kind in type(array).__mro__}
     if hasattr(type(array), "addressable_shards"):
         yield from _of_jax(name, array)
-    elif "DTensor" in kinds and hasattr(array, "device_mesh"):
+    elif hasattr(array, "device_mesh") and "DTensor" in {c.__name__ for c in type(array).__mro__}:
         local, mesh = array.detach().to_local(), array.device_mesh
         yield from _of_backend("torch", name, array, local, mesh, tuple(mesh.shape))
     elif getattr(array, "process_mesh", None) is not None and hasattr(array, "placements"):

@@ -9,13 +9,15 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, NoReturn
 
 from mfload import dtypes, errors
 from mfload.formats import strict_json
 from mfload.formats.strict_json import brief
-from mfload.index import Box
+from mfload.index import Box, Columns, Kind
 
 BLOCK = 256 << 10
 """Bytes of data that share a checksum."""
@@ -24,6 +26,10 @@ DIGITS = 16
 """Hexadecimal digits of a checksum."""
 
 MAX_MANIFEST = 128 << 20
+MAX_PARSED = 256 << 20
+"""Bytes that a manifest may take in memory while it is parsed; of a long one, four times its text.
+"""
+
 MAX_SIZE = 1 << 44
 """Bytes that the fragments of a seed have together, at most."""
 
@@ -66,13 +72,14 @@ class Manifest(NamedTuple):
         generation: Which version of the weights; each update counts it up.
         part: Which part of the model this seed holds, and of how many.
         size: Bytes of data: the fragments, one after the other.
-        entries: The tensors.
+        rows: The tensors that are in parts, or share memory with others.
         metadata: Free-form strings.
         checksums: The xxh3_64 of each `BLOCK` bytes of data, 16 hexadecimal digits each; None if
             there are none.
         ways: What each transport offers, by its name.
         shared: The same sums of the parts that fragments have of blocks that several share, in the
             order of the data: they tell which one changed. Empty if there are none.
+        whole: The other tensors: the data begins with them, one after the other.
     """
 
     model: str
@@ -81,11 +88,20 @@ class Manifest(NamedTuple):
     generation: int
     part: tuple[int, int]
     size: int
-    entries: tuple[Entry, ...]
+    rows: tuple[Entry, ...]
     metadata: dict[str, str]
     checksums: str | None
     ways: dict[str, Any]
     shared: str = ""
+    whole: Columns = Columns()
+
+    @property
+    def entries(self) -> Iterator[Entry]:
+        """All tensors."""
+        for name, dtype, shape, ((_, offset, nbytes, _),) in self.whole:
+            box = tuple([(0, length) for length in shape])
+            yield Entry(name, dtype.name, shape, "", (Fragment(box, offset, nbytes),))
+        yield from self.rows
 
     @property
     def layout(self) -> str:
@@ -121,10 +137,9 @@ class Manifest(NamedTuple):
     def to_json(self) -> bytes:
         """The manifest as it is sent."""
         fields = self._asdict()
-        rows = [
-            [each.name, each.dtype, each.shape, each.sharding, each.fragments]
-            for each in fields.pop("entries")
-        ]
+        rows, whole = fields.pop("rows"), self.whole
+        kinds = [(dtype.name, shape) for dtype, shape in whole.kinds]
+        fields["whole"] = whole.names, kinds, whole.kind.tolist()
         given = {"mfload_seed": _VERSION, **fields, "block": BLOCK, "tensors": rows}
         return json.dumps(given, separators=(",", ":")).encode()
 
@@ -144,6 +159,8 @@ def from_json(data: Any, name: str) -> Manifest:
     generation = check.field(given, "generation", int, is_generation)
     part, parts = check.field(given, "part", list, is_part)
     size = check.field(given, "size", int, _is_count)
+    if size > MAX_SIZE:
+        check.fail("it promises too much", f"at most {errors.amount(MAX_SIZE)}", size)
     metadata = check.field(given, "metadata", dict, lambda v: {*map(type, v.values())} <= {str})
     ways = check.field(given, "ways", dict, lambda v: len(v) <= 32)
     checksums = given.get("checksums")
@@ -153,12 +170,13 @@ def from_json(data: Any, name: str) -> Manifest:
         check.of(checksums, str, "checksums", lambda v: len(v) == 16 * blocks)
         check.of(checksums, str, "checksums", lambda v: bool(_DIGESTS.fullmatch(v)))
     shared = check.of(given.get("shared", ""), str, "shared", lambda v: bool(_DIGESTS.fullmatch(v)))
-    rows = check.field(given, "tensors", list)
-    entries = tuple(_entry(row, check) for row in rows)
+    whole = _whole(check.field(given, "whole", list), size, check)
+    rows = tuple(_entry(row, check) for row in check.field(given, "tensors", list))
     check.tensor = None
-    if len(names := {each.name for each in entries}) < len(entries):
-        check.fail("tensors share a name", errors.counted(len(entries), "name"), len(names))
-    _check_places(entries, size, check)
+    count = len(whole) + len(rows)
+    if len(names := {*whole.names, *(each.name for each in rows)}) < count:
+        check.fail("tensors share a name", errors.counted(count, "name"), len(names))
+    _check_places(whole, rows, size, check)
     return Manifest(
         model,
         revision,
@@ -166,12 +184,21 @@ def from_json(data: Any, name: str) -> Manifest:
         generation,
         (part, parts),
         size,
-        entries,
+        rows,
         metadata,
         checksums,
         ways,
         shared,
+        whole,
     )
+
+
+def in_turn(names: list[str], kinds: list[Kind], kind: Sequence[int]) -> Columns:
+    """Tensors that lie one after the other from the first byte on."""
+    sizes = [dtype.size_of(shape) or 0 for dtype, shape in kinds]
+    nbytes = array("q", map(sizes.__getitem__, kind))
+    offsets = array("q", accumulate(nbytes, initial=0))[:-1]
+    return Columns(names, kinds, array("q", kind), array("q", [0]) * len(names), offsets, nbytes)
 
 
 def is_part(value: Any) -> bool:
@@ -224,12 +251,26 @@ class _Checked:
         return self.of(value, list, what, lambda row: len(row) == length)
 
 
-def _entry(row: Any, check: _Checked) -> Entry:
-    check.tensor = None
-    name, dtype, shape, sharding, given = check.row(row, 5, "a tensor")
-    check.of(name, str, "a name", strict_json.encodable)
-    check.tensor = name
-    check.of(sharding, str, "the sharding", lambda text: len(text) <= MAX_SHARDING)
+def _whole(given: Any, size: int, check: _Checked) -> Columns:
+    """The tensors that the data begins with: names, kinds, and the number of each one's kind."""
+    names, kinds, kind = check.row(given, 3, "the whole tensors")
+    for what, each, one in (("the names", names, str), ("the kinds", kind, int)):
+        check.of(each, list, what, lambda values, one=one: {*map(type, values)} <= {one})
+    check.of(names, list, "the names", lambda values: strict_json.encodable("".join(values)))
+    found: list[Kind] = []
+    for each in check.of(kinds, list, "the kinds"):
+        dtype, shape = check.row(each, 2, "a kind")
+        found.append(_kind(dtype, shape, check))
+    if len(kind) != len(names) or not {*kind} <= {*range(len(found))}:
+        expected = f"{errors.counted(len(names), 'number')} below {len(found)}"
+        check.fail("the kinds are not those of the names", expected, kind)
+    sizes = [dtype.size_of(shape) or 0 for dtype, shape in found]
+    if (total := sum(map(sizes.__getitem__, kind))) > size:
+        check.fail("it promises too much", f"at most {errors.amount(size)}", total)
+    return in_turn(names, found, kind)
+
+
+def _kind(dtype: Any, shape: Any, check: _Checked) -> Kind:
     kind = dtypes.TABLE.get(check.of(dtype, str, "the dtype"))
     if kind is None:
         check.fail("the dtype is unknown", "a dtype of the table", dtype)
@@ -240,6 +281,16 @@ def _entry(row: Any, check: _Checked) -> Entry:
         )
     if kind.size_of(dims) is None:
         check.fail("the elements fill no whole bytes", f"a multiple of {kind.elements}", shape)
+    return kind, dims
+
+
+def _entry(row: Any, check: _Checked) -> Entry:
+    check.tensor = None
+    name, dtype, shape, sharding, given = check.row(row, 5, "a tensor")
+    check.of(name, str, "a name", strict_json.encodable)
+    check.tensor = name
+    check.of(sharding, str, "the sharding", lambda text: len(text) <= MAX_SHARDING)
+    kind, dims = _kind(dtype, shape, check)
     fragments: list[Fragment] = []
     for each in check.of(given, list, "the fragments"):
         spans, offset, nbytes = check.row(each, 3, "a fragment")
@@ -260,9 +311,12 @@ def _entry(row: Any, check: _Checked) -> Entry:
     return Entry(name, dtype, dims, sharding, tuple(fragments))
 
 
-def _check_places(entries: Sequence[Entry], size: int, check: _Checked) -> None:
+def _check_places(whole: Columns, rows: Sequence[Entry], size: int, check: _Checked) -> None:
     """Fragments lie within the data; two may share bytes only if they are the same ones."""
-    places = sorted((each.offset, each.nbytes, row.name) for row in entries for each in row[-1])
+    places = [(each.offset, each.nbytes, row.name) for row in rows for each in row[-1]]
+    if places:  # Whole tensors by themselves follow each other.
+        places += zip(whole.offsets, whole.nbytes, whole.names, strict=True)
+    places.sort()
     total = sum(nbytes for _, nbytes, _ in places)
     if total > MAX_SIZE:
         check.fail("it promises too much", f"at most {errors.amount(MAX_SIZE)}", total)

@@ -79,7 +79,7 @@ def offer(data: Data, generation: int) -> Offer | None:
     given = {
         "pid": os.getpid(),
         "proof": [kept.word.ctypes.data, kept.secret.hex()],
-        "spans": data.spans(),
+        "spans": data.runs(),
     }
     return Offer(given, kept.close)
 

@@ -10,10 +10,12 @@ import re
 import secrets
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from mfload import errors
+from mfload.dtypes import DType
 from mfload.formats import strict_json
 from mfload.index import Box
 from mfload.options import PeerOptions
@@ -41,18 +43,37 @@ class _Version:
 
     def __init__(self, held: Sequence[Any], metadata: Mapping[str, str], checksums: bool) -> None:
         self.data = Data()
-        rows: dict[str, tuple[Any, list[Fragment]]] = {}
+        kinds: dict[tuple[str, tuple[int, ...]], tuple[int, DType, Box, int | None]] = {}
+        names, kind, rest = list[str](), list[int](), list[Any]()
+        counts = Counter(each.name for each in held)
         self.copied = 0
         for each in held:
             if not strict_json.encodable(each.name):
                 what, expected = "invalid tensor name", "a string that UTF-8 can encode"
                 raise errors.UsageError(what, expected=expected, found=repr(each.name))
+            self.copied += each.memory.size if each.copied else 0
+            key = each.dtype.name, each.shape
+            if key not in kinds:
+                whole = tuple([(0, length) for length in each.shape])
+                kinds[key] = len(kinds), each.dtype, whole, each.dtype.size_of(each.shape)
+            number, _, whole, nbytes = kinds[key]
+            alone = not each.sharding and each.box == whole and counts[each.name] == 1
+            end = self.data.size
+            # One that shares the memory of another does not lie behind the others.
+            if alone and each.memory.size == nbytes and self.data.add(each.memory) == end:
+                names.append(each.name)
+                kind.append(number)
+            else:
+                rest.append(each)
+        given = [(dtype, shape) for (_, shape), (_, dtype, *_) in kinds.items()]
+        self.whole = manifests.in_turn(names, given, kind)
+        rows: dict[str, tuple[Any, list[Fragment]]] = {}
+        for each in rest:
             offset = self.data.add(each.memory)
             box: Box = tuple((int(low), int(high)) for low, high in each.box)
             _, fragments = rows.setdefault(each.name, (each, []))
             fragments.append(Fragment(box, offset, each.memory.size))
-            self.copied += each.memory.size if each.copied else 0
-        self.entries = tuple(
+        self.rows = tuple(
             Entry(
                 name,
                 each.dtype.name,
@@ -242,11 +263,12 @@ class Seed:
                 number,
                 self.part,
                 version.data.size,
-                version.entries,
+                version.rows,
                 version.metadata,
                 version.checksums,
                 {name: offer.given for name, offer in version.offers.items()},
                 version.shared,
+                version.whole,
             )
             version.text = version.manifest.to_json()
             _check_readable(version.text)
@@ -291,7 +313,8 @@ def _check_readable(manifest: bytes) -> None:
         what = "the manifest is too long"
         raise errors.UsageError(what, expected=f"at most {most}", found=size)
     try:
-        manifests.from_json(strict_json.loads(manifest, "the seed"), "the seed")
+        most = manifests.MAX_PARSED
+        manifests.from_json(strict_json.loads(manifest, "the seed", most=most), "the seed")
     except errors.HeaderError as error:
         raise errors.UsageError(
             error.message, tensor=error.tensor, expected=error.expected, found=error.found

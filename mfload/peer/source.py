@@ -48,7 +48,8 @@ def ask(address: str, options: PeerOptions) -> tuple[Client, Manifest]:
     token, tls = security.credentials(options)
     name = f"peer://{address}"
     client = Client(address, token=token, tls=tls, stalled=options.stalled, name=name)
-    given = client.json("GET", "/v1/manifest", limit=manifests.MAX_MANIFEST, seconds=60.0)
+    bounds = {"limit": manifests.MAX_MANIFEST, "most": manifests.MAX_PARSED}
+    given = client.json("GET", "/v1/manifest", **bounds, seconds=60.0)
     return client, manifests.from_json(given, name)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from mfload.planning.blocks import Block, Costs
 from mfload.planning.layout import FEW, BufferSpec, Layout, Packed
-from mfload.planning.reads import Reads
+from mfload.planning.reads import NoReads, Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
 from mfload.runtime import NamedTuple
 
@@ -162,6 +162,7 @@ def make_plan(
     given: Sequence[tuple[int, int]] | None = None,
     specs: Sequence[BufferSpec] = (),
     alone: int | None = None,
+    cut: bool = True,
 ) -> Plan:
     """Plans a load; bytes that several requests want of a tensor are read once.
 
@@ -176,9 +177,12 @@ def make_plan(
             `alignment`, `allocations` and `mapped`.
         alone: Bytes from which on a tensor that lands on a device has a buffer of its own, where
             there are more than `layout.FEW`; if there are not, each has one. Default: none has.
+        cut: Whether reads are planned. Without them the plan has its buffers alone, and takes no
+            longer for large tensors than for small ones.
     """
     alone = 0 if alone and len(requests) <= FEW else alone
-    layout, reads = Layout(alignment, mapped or {}, alone), Reads(costs or Costs())
+    layout = Layout(alignment, mapped or {}, alone)
+    reads = (Reads if cut else NoReads)(costs or Costs())
     if isinstance(requests, WholeTensors) and requests and given is None:
         return _in_columns(requests, alignment, layout, reads, tuple(allocations))
     places: list[Any] = [None] * len(requests)

@@ -181,3 +181,13 @@ class Reads:
             self.staged = max(self.staged, nbytes * self._slotted)
             self._blocks.append(Block(self._source, self._start, nbytes, group, shared))
         self._group, self._wanted, self._slotted = [], 0, False
+
+
+class NoReads(Reads):
+    """Takes the same, and plans nothing."""
+
+    def run(self, source: int, offset: int, nbytes: int, buffer: int, at: int) -> None:
+        """Does nothing."""
+
+    def parts(self, *_: Any, **__: Any) -> None:
+        """Does nothing."""

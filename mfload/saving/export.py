@@ -75,9 +75,10 @@ _U8 = np.dtype(np.uint8)
 _TILE, _LAST = 1 << 14, 64
 _CACHE = 512 << 10
 _PART = 32 << 20  # Bytes that are copied at once of an array that lies in another order.
-_NATIVE = {
+NATIVE = {
     row.numpy: row for row in dtypes.TABLE.values() if row.numpy is not None and row.elements == 1
 }
+"""Dtypes of arrays that lie as the file wants them, if they are in C order."""
 
 _Exporter = Callable[[Any], Exported]
 
@@ -98,16 +99,17 @@ def _native(name: str, array: NDArray[Any]) -> TensorToSave | None:
     """A NumPy array that lies as the file wants it, in a fifth of the time; None for any other."""
     if type(array) is not np.ndarray or type(name) is not str or not array.flags.c_contiguous:
         return None
-    row = _NATIVE.get(array.dtype)
+    row = NATIVE.get(array.dtype)
     if row is None:
         return None
-    fetch = functools.partial(_as_bytes, array)
+    fetch = functools.partial(as_bytes, array)
     where = functools.partial(base.span_of, array)
     owner = id(array) if array.base is None else None
     return TensorToSave(name, row, array.shape, array.nbytes, where, fetch, owner)
 
 
-def _as_bytes(array: NDArray[Any]) -> Any:
+def as_bytes(array: NDArray[Any]) -> Any:
+    """The bytes of an array in C order, in place."""
     return (array if array.ndim == 1 else array.reshape(-1)).view(_U8)
 
 
@@ -147,7 +149,7 @@ def _cut(name: str, exported: Exported, fetch: Callable[[], Any]) -> Any:
         array = exported.lies()
         native = array.dtype.newbyteorder("=")
         if array.flags.c_contiguous and array.dtype == native:
-            return _as_bytes(array)
+            return as_bytes(array)
         return _InOrder(array, native) if array.nbytes > _PART else fetch()
 
 
@@ -199,10 +201,10 @@ def _fetch(name: str, exported: Exported) -> Any:
             return packed.pack(array, exported.dtype)
         native = array.dtype.newbyteorder("=")
         if array.flags.c_contiguous and array.dtype == native:
-            return _as_bytes(array.view(np.ndarray))
+            return as_bytes(array.view(np.ndarray))
         made = np.empty(array.shape, native)
         _copy_in_tiles(made, array)
-        return _as_bytes(made)
+        return as_bytes(made)
 
 
 def _copy_in_tiles(made: NDArray[Any], array: NDArray[Any]) -> None:

@@ -15,6 +15,7 @@ import sys
 import textwrap
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from seeding import MODEL, SeedProcess, options, publish, row
 
 import mfload
 from mfload import errors
+from mfload.index import Columns
 from mfload.peer import manifest as manifests, source
 from mfload.peer.manifest import BLOCK, Fragment
 from mfload.peer.server import Reply, Request, Server, text
@@ -40,13 +42,15 @@ ARRAYS: dict[str, Any] = {
 }
 
 
-def published() -> dict[str, Any]:
+def published(sharding: str) -> dict[str, Any]:
     """The manifest of a seed, as it is sent."""
-    with publish(ARRAYS) as seed:
+    held = [each._replace(sharding=sharding) for each in seeding.rows(ARRAYS)]
+    with mfload.publish(held, model=MODEL, revision="main") as seed:
         return json.loads(seed.manifest.to_json())
 
 
-VALID = published()
+VALID = published("in one part")
+WHOLE = published("")
 
 
 @contextlib.contextmanager
@@ -77,9 +81,9 @@ def refused(
     return info.value
 
 
-def changed(path: Iterable[Any], value: Any) -> Any:
+def changed(path: Iterable[Any], value: Any, valid: Any = VALID) -> Any:
     """The valid manifest with one thing replaced; a function is called with what was there."""
-    made = copy.deepcopy(VALID)
+    made = copy.deepcopy(valid)
     *outer, last = path
     inside = made
     for each in outer:
@@ -181,9 +185,56 @@ WRONG: list[tuple[tuple[Any, ...], Any]] = [
 ]
 
 
+NUMBERS: Any = ("whole", 2)
+WRONG_WHOLE: list[tuple[tuple[Any, ...], Any]] = [
+    (("whole",), None),
+    (("whole",), lambda whole: whole[:2]),
+    (("whole", 0), None),
+    (("whole", 0), "abc"),
+    (("whole", 0), lambda names: names[:2]),
+    (("whole", 0, 0), 1),
+    (("whole", 0, 0), "b"),  # A name twice.
+    (("whole", 0, 0), "\ud800"),
+    (("whole", 1), None),
+    (("whole", 1, 0), ["F32"]),
+    (("whole", 1, 0, 0), "F33"),
+    (("whole", 1, 0, 1), [1 << 40, 1 << 40]),
+    (("whole", 1, 0, 1), [1 << 61]),  # Beyond the data.
+    (("whole", 1, 0, 1), [300, -256]),
+    (("whole", 1, 0, 1), [True]),
+    (("whole", 1, 1), ["F4", [3]]),
+    (NUMBERS, None),
+    (NUMBERS, "012"),
+    (NUMBERS, lambda numbers: numbers[:2]),
+    ((*NUMBERS, 0), 3),
+    ((*NUMBERS, 0), -1),
+    ((*NUMBERS, 0), 0.0),
+    ((*NUMBERS, 0), False),
+    (("size",), 8),
+    (("tensors",), [["a", "U8", [1], "", [[[[0, 1]], 307212, 1]]]]),  # A name twice.
+    (("tensors",), [["d", "U8", [1], "", [[[[0, 1]], 0, 1]]]]),  # Over those.
+]
+
+
 class TestOneThingIsWrong:
     def test_valid(self) -> None:
         assert manifests.from_json(copy.deepcopy(VALID), "peer").to_json()
+
+    def test_both_forms_say_the_same(self) -> None:
+        one, other = (manifests.from_json(copy.deepcopy(each), "peer") for each in (VALID, WHOLE))
+        assert len(one.rows) == len(other.whole) == len(ARRAYS)
+        assert other.rows == ()
+        assert [*other.entries] == [each._replace(sharding="") for each in one.entries]
+        assert one.layout == other.layout
+        assert json.loads(other.to_json()) == WHOLE
+
+    @pytest.mark.parametrize(("path", "value"), WRONG_WHOLE)
+    def test_whole_tensors(self, path: tuple[Any, ...], value: Any) -> None:
+        with pytest.raises(errors.HeaderError, match="malformed") as info:
+            manifests.from_json(changed(path, value, WHOLE), "peer://host:1")
+        assert info.value.expected
+        assert info.value.found
+        assert len(str(info.value)) < 1000
 
     @pytest.mark.parametrize(("path", "value"), WRONG)
     def test_refused(self, path: tuple[Any, ...], value: Any) -> None:
@@ -248,10 +299,10 @@ def places(value: Any, before: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 class TestWhatIsTakenHolds:
-    @given(st.data())
+    @given(st.data(), st.sampled_from([VALID, WHOLE]))
     @settings(max_examples=300)
-    def test_anything_else(self, data: st.DataObject) -> None:
-        made = copy.deepcopy(VALID)
+    def test_anything_else(self, data: st.DataObject, valid: dict[str, Any]) -> None:
+        made = copy.deepcopy(valid)
         for _ in range(data.draw(st.integers(1, 3))):
             path = data.draw(st.sampled_from(places(made)))
             *outer, last = path
@@ -368,6 +419,47 @@ class TestFromAServer:
                 assert "promises too much" in str(refused(url, errors.HeaderError))
         with promises(1 << 42) as url, pytest.raises(errors.MemoryLimitError):
             mfload.load(url, "numpy", options=options("http"))
+
+    @pytest.mark.parametrize("kind", ["peer", "file"])
+    def test_claims_cost_a_look(self, kind: str, tmp_path: Path) -> None:
+        """No read is planned of terabytes that don't fit."""
+        nbytes = 1 << 43
+        tensors = [["t", "U8", [nbytes], "", [[[[0, nbytes]], 0, nbytes]]]]
+        said = {**VALID, "size": nbytes, "checksums": None, "shared": "", "tensors": tensors}
+        header = json.dumps({"t": {"dtype": "U8", "shape": [nbytes], "data_offsets": [0, nbytes]}})
+        path = tmp_path / "t.safetensors"
+        with path.open("wb") as file:
+            file.write(len(header).to_bytes(8, "little") + header.encode())
+            file.truncate(8 + len(header) + nbytes)
+        with saying(said) as url:
+            with mfload.open(url if kind == "peer" else path, "numpy", options=options("http")):
+                pass  # What is imported counts for nothing.
+            tracemalloc.start()
+            begin = time.perf_counter()
+            try:
+                with pytest.raises(errors.MemoryLimitError):
+                    mfload.load(url if kind == "peer" else path, "numpy", options=options("http"))
+                assert time.perf_counter() - begin < 1.0
+                assert tracemalloc.get_traced_memory()[1] < 4 << 20
+            finally:
+                tracemalloc.stop()
+
+    @pytest.mark.parametrize("item", ["[]", "{}", "7", '"ab"', "[[[[0,1]]]]", '{"a":1}'])
+    def test_no_text_takes_many_times_its_size(self, item: str) -> None:
+        """What would is refused before it is parsed."""
+        count = (24 << 20) // (len(item) + 1)
+        body = json.dumps(VALID)[:-1].encode() + b',"x":[' + b",".join([item.encode()] * count)
+        body += b"]}"
+        with saying(body) as url:
+            tracemalloc.start()
+            try:
+                error = refused(url, errors.HeaderError)
+                peak = tracemalloc.get_traced_memory()[1]
+            finally:
+                tracemalloc.stop()
+        assert "would take too much memory" in str(error)
+        assert error.expected == "at most 268435456 bytes"
+        assert peak < 4 * len(body)
 
     def test_a_peer_that_is_no_seed(self) -> None:
         for said in (b"SSH-2.0-OpenSSH_9.2\r\n", b"\x16\x03\x01\x02\x00" * 50, b"220 ready\r\n"):
@@ -669,9 +761,11 @@ class TestBoxesOfSeveralSeeds:
         with publish({"a": np.ones(shape, np.float32), "b": np.ones(5, np.float32)}) as seed:
             version = seed._version
             rows = [
-                row._replace(fragments=row.fragments * (row.name == "b")) for row in version.entries
+                row._replace(fragments=row.fragments * (row.name == "b"))
+                for row in version.manifest.entries
             ]
-            version.text = version.manifest._replace(entries=tuple(rows)).to_json()
+            made = version.manifest._replace(rows=tuple(rows), whole=Columns())
+            version.text = made.to_json()
             with pytest.raises(errors.CheckpointError, match="a: no seed has all of it"):
                 mfload.load(seed.url, "numpy")
 
