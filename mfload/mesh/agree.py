@@ -20,7 +20,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,11 +37,13 @@ _ALIVE = "mfload/alive/"
 _FIRST, _GROWTH, _LONGEST = 0.002, 1.3, 0.05
 # Seconds between looks at heartbeats, and until the log says which processes are waited for.
 _BEAT, _PATIENCE = 0.25, 30.0
+# Seconds in a round after which a process says that it waits.
+_WAITS = 1.0
 _SHOWN, _LINE = 300, 4096  # Characters of an error that others show, of a line that is compared.
 _WIDTH = 64 << 10  # Bytes of a row if there is no store.
 _AGREED, _FAILED = "agreed", "failed, and this load with it"
 _END = "end"
-_HERE = "here"
+_HERE, _ROUND = "here", "round"
 _GAVE_UP = "gave up waiting for the others"
 _ABSENT = "each rank must load with exchange='once', about when the others do"
 
@@ -68,7 +70,8 @@ class ProcessGroup:
         self._first = not store.counts
         name = _digest([str(each) for each in self.ranks])
         number = store.counts[name] = store.counts.get(name, 0) + 1
-        self._before, self._load = f"mfload/{name}/{number - 1}/", f"mfload/{name}/{number}/"
+        self._load, self._wrote = f"mfload/{name}/{number}/", list[str]()
+        self._before, store.wrote[name] = store.wrote.get(name, []), self._wrote
 
     def announce(self) -> None:
         """Lets the others see that this process runs, and that it came to the load."""
@@ -80,7 +83,7 @@ class ProcessGroup:
             store.put(f"{_ALIVE}{self.rank}", heartbeat.identity())
             atexit.register(_ended, store, self.rank)
         if self._comes_by < math.inf:  # Headers may take longer.
-            store.put(f"{self._load}0/{_HERE}{self.rank}", "")
+            self._put(f"{_HERE}{self.rank}", "")
 
     def agree(self, what: str, lines: Sequence[str] = ()) -> None:
         """Waits for all processes; raises ProcessError if their lines of `what` differ."""
@@ -145,24 +148,21 @@ class ProcessGroup:
         except Exception as problem:  # noqa: BLE001 - the error that is being raised counts
             log.info("telling the other processes of an error here ended with: %s", problem)
 
-    def check(self, what: str) -> dict[str, str]:
-        """The texts of the current step so far, by rank, and "outcome" once it has one.
+    def check(self, what: str, ranks: Sequence[int] = ()) -> dict[str, str]:
+        """The texts that ranks wrote for the current step, by rank, and "outcome" once it has one.
 
         Raises ProcessError if another process failed or is gone.
         """
         if self._store is None:
             return {}
-        prefix, store = f"{self._load}{self._step}/", self._store
-        # A store that hangs does not outlast the deadline by much.
-        bound = Deadline(max(1.0, self.deadline.left())).bound
-        found = bound(lambda: store.under(prefix), "asking for the other processes")
-        texts = {key.removeprefix(prefix): text for key, text in found.items()}
+        every, beat = [*map(str, self.ranks)], time.monotonic() >= self._next_beat
+        texts = self._texts(["outcome", *(every if beat else map(str, ranks))])
         outcome = json.loads(texts.get("outcome", "null"))
-        if outcome is None and time.monotonic() >= self._next_beat:
+        if outcome is None and beat:
             self._next_beat = time.monotonic() + _BEAT
-            seen = store.under(_ALIVE)
+            seen = self._store.texts(_ALIVE, every)
             for rank in self.ranks:
-                process = seen.get(f"{_ALIVE}{rank}", "")
+                process = seen.get(str(rank), "")
                 if str(rank) not in texts and (process == "ended" or heartbeat.ended(process)):
                     message = "is gone: it ended, or was killed"
                     self._propose(rank, message, f"it did not come to: {what}")
@@ -175,6 +175,50 @@ class ProcessGroup:
             raise errors.ProcessError(f"{who} {message}", found=found)
         return texts
 
+    def watch(self, what: str, number: int) -> Callable[[], None]:
+        """What `check`s while this process waits in a round of collectives; to be called often.
+
+        Once it has waited for some time, it says so. So those that don't are the late ones.
+        """
+        begun, said, warn_at = time.monotonic(), False, _PATIENCE
+
+        def check() -> None:
+            nonlocal said, warn_at
+            self.check(what)
+            waited, late = time.monotonic() - begun, self.deadline.left() <= 0
+            if self._store is None or waited < _WAITS:
+                return
+            if not said:
+                said = True
+                self._put(f"{_ROUND}{self.rank}", str(number))
+            if late or waited > warn_at:
+                warn_at = math.inf
+                behind = self._without(_ROUND, str(number), self.ranks)
+                if late and behind:
+                    waits = f"exchanging bytes; {_named(behind)} did not come to round {number}"
+                    raise self.deadline.error(waits)
+                log.warning("mfload waits for processes %s (%s)", behind, what)
+
+        return check
+
+    def _without(self, kind: str, text: str, ranks: Sequence[int]) -> list[int]:
+        """Those of the ranks that have not written a text of that kind for this step."""
+        found = self._texts([f"{kind}{rank}" for rank in ranks])
+        return [rank for rank in ranks if found.get(f"{kind}{rank}") != text]
+
+    def _put(self, name: str, text: str) -> None:
+        assert self._store is not None
+        self._wrote.append(key := f"{self._load}{self._step}/{name}")
+        self._store.put(key, text)
+
+    def _texts(self, names: Sequence[str]) -> dict[str, str]:
+        """Those of the step that are there."""
+        prefix, store = f"{self._load}{self._step}/", self._store
+        assert store is not None
+        # A store that hangs does not outlast the deadline by much.
+        bound = Deadline(max(1.0, self.deadline.left())).bound
+        return bound(lambda: store.texts(prefix, names), "asking for the other processes")
+
     def _propose(self, *outcome: Any) -> Any:
         """Writes how the step ends unless that is written; returns what is.
 
@@ -182,21 +226,27 @@ class ProcessGroup:
         """
         assert self._store is not None
         text = json.dumps(outcome or _AGREED)
-        return json.loads(self._store.first(f"{self._load}{self._step}/outcome", text))
+        self._wrote.append(key := f"{self._load}{self._step}/outcome")
+        return json.loads(self._store.first(key, text))
 
     def _by_store(self, what: str, text: str, arrival: float) -> dict[int, tuple[str, str]]:
         """The step that each process is at, and its text."""
         assert self._store is not None
-        self._store.put(f"{self._load}{self._step}/{self.rank}", json.dumps([what, text]))
+        self._put(str(self.rank), json.dumps([what, text]))
         pause, begun, warn_at = _FIRST, time.monotonic(), time.monotonic() + _PATIENCE
-        while "outcome" not in (texts := self.check(what)):
+        texts: dict[str, str] = {}
+        missing = [*self.ranks]
+        while "outcome" not in texts or missing:
+            texts |= self.check(what, missing)
             missing = [rank for rank in self.ranks if str(rank) not in texts]
+            if "outcome" in texts:
+                continue
             if not missing:
                 self._propose()
             elif self.deadline.left() <= 0:
                 self._propose(self.rank, _GAVE_UP, f"waiting for {_named(missing)} ({what})")
             elif time.monotonic() > begun + arrival and (
-                absent := [rank for rank in missing if f"{_HERE}{rank}" not in texts]
+                absent := self._without(_HERE, "", missing)
             ):
                 late = f"{_named(absent)} did not come within {arrival:g} s"
                 self._propose(self.rank, f"{_GAVE_UP}: {self._absent}", late)
@@ -207,7 +257,7 @@ class ProcessGroup:
                 time.sleep(max(0.0, min(pause, self.deadline.left())))
                 # A thousand processes look a thousand times a second together, fewer no more often.
                 pause = min(pause * _GROWTH, max(_LONGEST, len(self.ranks) / 1000))
-        if not self._step and self.rank == self.ranks[0]:
+        if not self._step:
             self._store.drop(self._before)  # All are here, so none looks at it any more.
         self._step += 1
         return {rank: json.loads(texts[str(rank)]) for rank in self.ranks}

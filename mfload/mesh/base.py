@@ -158,10 +158,12 @@ class Store(Protocol):
     """Short texts by key that all processes of a program read and write.
 
     One a program. Each method raises ProcessError if the store can't be reached. `counts` holds the
-    number of loads of each group of processes that this process took part in.
+    number of loads of each group of processes that this process took part in, and `wrote` the keys
+    that it wrote for the last one.
     """
 
     counts: dict[str, int]
+    wrote: dict[str, list[str]]
 
     def put(self, key: str, text: str) -> None:
         """Writes a text, in place of an older one."""
@@ -171,12 +173,15 @@ class Store(Protocol):
         """Writes a text if there is none; returns the one that is there, on every process."""
         ...
 
-    def under(self, prefix: str) -> dict[str, str]:
-        """All texts whose keys begin with a prefix, which ends with a slash."""
+    def texts(self, prefix: str, names: Sequence[str]) -> dict[str, str]:
+        """The texts that are there of keys `prefix + name`, by name; the prefix ends with a slash.
+
+        Keys that others put into the store cost nothing.
+        """
         ...
 
-    def drop(self, prefix: str) -> None:
-        """Removes all texts whose keys begin with a prefix."""
+    def drop(self, keys: Sequence[str]) -> None:
+        """Removes texts."""
         ...
 
 

@@ -36,6 +36,7 @@ class JaxStore:
     def __init__(self, client: Any) -> None:
         self.client = client
         self.counts: dict[str, int] = {}
+        self.wrote: dict[str, list[str]] = {}
 
     def put(self, key: str, text: str) -> None:
         """Writes a text, in place of an older one."""
@@ -53,15 +54,17 @@ class JaxStore:
                 return self.client.blocking_key_value_get(key, 10_000)
             return text
 
-    def under(self, prefix: str) -> dict[str, str]:
-        """All texts whose keys begin with a prefix, which ends with a slash."""
+    def texts(self, prefix: str, names: Sequence[str]) -> dict[str, str]:
+        """The texts that are there of keys `prefix + name`, by name."""
         with _reachable():
-            return dict(self.client.key_value_dir_get(prefix))
+            found = dict(self.client.key_value_dir_get(prefix))
+        return {name: found[prefix + name] for name in names if prefix + name in found}
 
-    def drop(self, prefix: str) -> None:
-        """Removes all texts whose keys begin with a prefix."""
+    def drop(self, keys: Sequence[str]) -> None:
+        """Removes texts."""
         with _reachable():
-            self.client.key_value_delete(prefix)
+            for key in keys:
+                self.client.key_value_delete(key)
 
 
 # The one store of a client; there is another client after jax.distributed was started anew.

@@ -57,7 +57,7 @@ class Link:
 
     def __init__(self, group: Hashable, deadline: Deadline) -> None:
         self._group, self._deadline = group, deadline
-        self._under_way: tuple[threading.Thread, list[Any]] | None = None
+        self._under_way: tuple[threading.Lock, list[Any]] | None = None
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width)."""
@@ -134,7 +134,9 @@ class Link:
 
         Without pieces, whole rows travel.
         """
-        outcome: list[Any] = []
+        # An interrupted `Thread.join` takes a thread that runs for one that ended (Python 3.12).
+        over, outcome = threading.Lock(), list[Any]()
+        over.acquire()
         sizes = [len(row) for row in rows]
         pieces = pieces or Pieces([], [], sizes, sizes, 0, max(sizes, default=0))
 
@@ -143,10 +145,11 @@ class Link:
                 outcome.append(self.swap(rows, pieces))
             except Exception as error:  # noqa: BLE001 - raised in the thread that loads
                 outcome.append(error)
+            finally:
+                over.release()
 
-        thread = threading.Thread(target=run, name="mfload-swap", daemon=True)
-        self._under_way = thread, outcome
-        thread.start()
+        self._under_way = over, outcome
+        threading.Thread(target=run, name="mfload-swap", daemon=True).start()
 
     def finish(self, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
         """Waits for what was begun; returns a row from each process, in the order of their ranks.
@@ -155,12 +158,12 @@ class Link:
         second one is raised.
         """
         assert self._under_way is not None
-        (thread, outcome), self._under_way = self._under_way, None
+        (over, outcome), self._under_way = self._under_way, None
         interrupted: KeyboardInterrupt | None = None
         try:
-            while thread.is_alive():
+            while not outcome:
                 try:
-                    self._wait(thread, check)
+                    self._wait(over, outcome, check)
                 except KeyboardInterrupt as error:
                     if interrupted is not None:
                         raise
@@ -177,16 +180,18 @@ class Link:
             raise
         return outcome.pop(), interrupted
 
-    def _wait(self, thread: threading.Thread, check: Callable[[], object]) -> None:
-        thread.join(max(0.0, min(_TICK, self._deadline.left())))
-        if thread.is_alive():
-            if self._deadline.left() <= 0:
-                raise self._deadline.error("exchanging bytes with the other processes")
+    def _wait(
+        self, over: threading.Lock, outcome: Sequence[Any], check: Callable[[], object]
+    ) -> None:
+        over.acquire(timeout=max(0.0, min(_TICK, self._deadline.left())))
+        if not outcome:
             try:
                 check()
             except errors.ProcessError:
                 # A process whose swap ended may have failed since. Then this one ends as well, and
                 # the collectives stay in step.
-                thread.join(max(0.0, min(_GRACE, self._deadline.left())))
-                if thread.is_alive():
+                over.acquire(timeout=max(0.0, min(_GRACE, self._deadline.left())))
+                if not outcome:
                     raise
+            if self._deadline.left() <= 0:
+                raise self._deadline.error("exchanging bytes with the other processes")

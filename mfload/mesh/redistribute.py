@@ -576,7 +576,7 @@ def run(
 
     def finish(number: int) -> tuple[Any, KeyboardInterrupt | None]:
         try:
-            came, interrupted = link.finish(lambda: group.check("exchange"))
+            came, interrupted = link.finish(group.watch("exchange", number))
         except errors.ProcessError as error:  # Others may have failed with this one already.
             raise failed or error  # noqa: B904 - either as it is
         for other, row in zip(ranks, came, strict=True):

@@ -247,6 +247,7 @@ class TorchStore:
     def __init__(self, store: Any) -> None:
         self._store = store
         self.counts: dict[str, int] = {}
+        self.wrote: dict[str, list[str]] = {}
 
     def put(self, key: str, text: str) -> None:
         """Writes a text, in place of an older one."""
@@ -256,19 +257,25 @@ class TorchStore:
         """Writes a text if there is none; returns the one that is there, on every process."""
         return self._reach(self._store.compare_set, key, "", text).decode()
 
-    def under(self, prefix: str) -> dict[str, str]:
-        """All texts whose keys begin with a prefix, which ends with a slash."""
-        keys = self._keys(prefix)
+    def texts(self, prefix: str, names: Sequence[str]) -> dict[str, str]:
+        """The texts that are there of keys `prefix + name`, by name."""
+        there = self._there(prefix, names)
+        keys = [prefix + name for name in there]
         found = self._reach(self._store.multi_get, keys) if keys else []
-        return {key: text.decode() for key, text in zip(keys, found, strict=True)}
+        return {name: text.decode() for name, text in zip(there, found, strict=True)}
 
-    def drop(self, prefix: str) -> None:
-        """Removes all texts whose keys begin with a prefix."""
-        for key in self._keys(prefix):
+    def drop(self, keys: Sequence[str]) -> None:
+        """Removes texts."""
+        for key in keys:
             self._reach(self._store.delete_key, key)
 
-    def _keys(self, prefix: str) -> list[str]:
-        return [key for key in self._reach(self._store.list_keys) if key.startswith(prefix)]
+    def _there(self, prefix: str, names: Sequence[str]) -> list[str]:
+        # To list all keys would take time for those that others put there.
+        if not names or self._reach(self._store.check, [prefix + name for name in names]):
+            return [*names]
+        half = len(names) // 2
+        halves = (names[:half], names[half:]) if half else ()
+        return [each for some in halves for each in self._there(prefix, some)]
 
     def _reach(self, act: Any, *given: Any) -> Any:
         try:

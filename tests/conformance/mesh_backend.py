@@ -191,17 +191,21 @@ def check_store(store: Store) -> None:
     """What the store of a backend must do; leaves nothing behind."""
     prefix = "mfload/conformance/"
     try:
-        assert store.under(prefix) == {}
+        names = ["a", "b/c", "d"]
+        assert store.texts(prefix, []) == store.texts(prefix, names) == {}
         store.put(f"{prefix}a", "one")
         store.put(f"{prefix}a", "two")
         assert store.first(f"{prefix}b/c", "three") == "three"
         assert store.first(f"{prefix}b/c", "four") == "three"
         assert store.first(f"{prefix}a", "five") == "two"
-        assert store.under(prefix) == {f"{prefix}a": "two", f"{prefix}b/c": "three"}
-        assert store.under(f"{prefix}b/") == {f"{prefix}b/c": "three"}
-        store.drop(f"{prefix}b/")
-        assert store.under(prefix) == {f"{prefix}a": "two"}
+        assert store.texts(prefix, ["a", "b/c"]) == {"a": "two", "b/c": "three"}
+        store.put(f"{prefix}e/{'x' * 40}", "")
+        assert store.texts(prefix, names) == {"a": "two", "b/c": "three"}
+        assert store.texts(f"{prefix}e/", ["x" * 40, "x"]) == {"x" * 40: ""}
+        store.drop([f"{prefix}b/c", f"{prefix}none"])
+        assert store.texts(prefix, names) == {"a": "two"}
         store.counts["conformance"] = 1
         assert store.counts.pop("conformance") == 1
+        assert isinstance(store.wrote, dict)
     finally:
-        store.drop(prefix)
+        store.drop([f"{prefix}a", f"{prefix}b/c", f"{prefix}e/{'x' * 40}"])

@@ -36,24 +36,26 @@ class MemoryStore:
         self._memory = memory
         self.before = before
         self.counts: dict[str, int] = {}
+        self.wrote: dict[str, list[str]] = {}
 
     def put(self, key: str, text: str) -> None:
         with self._memory.lock:
             self._memory.texts[key] = text
 
-    def under(self, prefix: str) -> dict[str, str]:
+    def texts(self, prefix: str, names: Sequence[str]) -> dict[str, str]:
         self.before()
         with self._memory.lock:
-            return {k: v for k, v in self._memory.texts.items() if k.startswith(prefix)}
+            texts = self._memory.texts
+            return {name: texts[prefix + name] for name in names if prefix + name in texts}
 
     def first(self, key: str, text: str) -> str:
         with self._memory.lock:
             return self._memory.texts.setdefault(key, text)
 
-    def drop(self, prefix: str) -> None:
+    def drop(self, keys: Sequence[str]) -> None:
         with self._memory.lock:
-            for key in [k for k in self._memory.texts if k.startswith(prefix)]:
-                del self._memory.texts[key]
+            for key in keys:
+                self._memory.texts.pop(key, None)
 
 
 class MemoryLink:

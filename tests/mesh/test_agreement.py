@@ -330,6 +330,35 @@ def test_waiting_is_logged(
     assert [r.message for r in caplog.records if "waits for processes [1]" in r.message]
 
 
+@pytest.mark.parametrize("seconds", [None, 0.3])
+def test_who_is_late_in_a_round_is_named(
+    seconds: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Processes 0 and 2 wait in round 5; process 1 waited in round 4, and does something else."""
+    monkeypatch.setattr(agree, "_WAITS", 0.01)
+    monkeypatch.setattr(agree, "_PATIENCE", 0.05)
+    memory, groups = stores.Memory(), list[agree.ProcessGroup]()
+    for rank in range(3):
+        backend: Any = stores.Backend(rank, stores.MemoryStore(memory), None)
+        groups.append(agree.ProcessGroup(backend, range(3), Deadline(seconds)))
+    early = groups[1].watch("exchange", 4)
+    watches = [groups[0].watch("exchange", 5), groups[2].watch("exchange", 5)]
+    time.sleep(0.02)
+    for each in (early, *watches):
+        each()
+    assert not caplog.records
+    time.sleep(0.3)
+    for each in watches:
+        if seconds is None:
+            each()
+        else:
+            with pytest.raises(errors.LoadTimeoutError, match=r"process 1 did not come to round 5"):
+                each()
+    assert [r.message for r in caplog.records] == (
+        ["mfload waits for processes [1] (exchange)"] * 2 if seconds is None else []
+    )
+
+
 def test_a_store_that_fails_leaves_the_error() -> None:
     store = stores.MemoryStore(stores.Memory())
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -86,4 +89,47 @@ def test_a_collective_that_fails_is_a_process_error(ends: threading.Event) -> No
     with pytest.raises(errors.ProcessError, match="broke off") as caught:
         link.finish(lambda: None)
     assert caught.value.found == "connection closed by peer"
+    assert link.broken
+
+
+def test_an_interrupt_comes_after_the_swap(ends: threading.Event) -> None:
+    """Ctrl-C while the loading thread waits: the swap goes on, and its rows count."""
+    link = Late(ends, Deadline(None))
+    link.start(link.buffer())
+
+    def interrupt() -> None:
+        time.sleep(0.15)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.25)
+        ends.set()
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    try:
+        came, interrupted = link.finish(lambda: None)
+    finally:
+        other.join()
+    assert (came == 7).all()
+    assert isinstance(interrupted, KeyboardInterrupt)
+    assert not link.broken
+    ends.clear()
+    link.start(link.buffer())
+    ends.set()
+    assert (link.finish(lambda: None)[0] == 7).all()
+
+
+def test_a_second_interrupt_gives_up(ends: threading.Event) -> None:
+    link = Late(ends, Deadline(None))
+    link.start(link.buffer())
+
+    def interrupt() -> None:
+        for _ in range(2):
+            time.sleep(0.15)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    other = threading.Thread(target=interrupt)
+    other.start()
+    with pytest.raises(KeyboardInterrupt):
+        link.finish(lambda: None)
+    other.join()
     assert link.broken
