@@ -175,12 +175,12 @@ def at_swap(world: World, number: int, act: Callable[[], Any]) -> Generator[None
             self.exchange, self.swap = late(self.exchange), late(self.swap)
         start(self, *given)
 
-    def acting(self: Any, thread: Any, check: Any) -> None:
+    def acting(self: Any, *given: Any) -> None:
         if world.rank == 1 and done[0] == number:
             done[0] += 1000
             acted.set()
             act()
-        wait(self, thread, check)
+        wait(self, *given)
 
     with mock.patch.multiple(link.Link, _wait=acting, start=counted):
         yield

@@ -9,8 +9,10 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import random
 import socket
 import ssl
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -30,12 +32,26 @@ T = TypeVar("T")
 _BROKEN = (OSError, http.client.HTTPException)
 _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
+_HELD_UP = 6.0  # Times `stalled` that an answer may take to begin: a seed's program may be busy.
+_PATIENCE = 60.0  # Seconds that one waits for its turn at a server which is busy.
+_PAUSES = 0.05, 1.0  # Between two tries: at first, and at most.
+_TRIES = 3  # For a request whose connection is dropped.
+
+
+class _BusyError(errors.ReadError):
+    """The server has no place now."""
+
+
+class _DroppedError(errors.ReadError):
+    """The server ended a new connection before it answered, as for others that came."""
+
+
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     401: (errors.SourcePermissionError, "the peer asks for another token"),
     403: (errors.SourcePermissionError, "the peer does not let this one in"),
     404: (errors.SourceNotFoundError, "the peer does not have it"),
     410: (errors.SourceChangedError, "the seed has another generation now"),
-    503: (errors.ReadError, "the peer is busy"),
+    503: (_BusyError, "the peer is busy"),
 }
 
 
@@ -45,7 +61,7 @@ class _Response(http.client.HTTPResponse):
     def __init__(self, sock: Any, *args: Any, stalled: float, **more: Any) -> None:
         super().__init__(sock, *args, **more)
         self.timed = Timed(sock, self.fp.detach())
-        self.timed.allow(stalled)
+        self.timed.allow(_HELD_UP * stalled)
         self.fp = io.BufferedReader(self.timed)
 
 
@@ -55,7 +71,9 @@ class Client:
     Args:
         address: "host:port".
         name: What errors name it.
-        stalled: Seconds without progress after which a connection is given up.
+        stalled: Seconds without progress after which a connection is given up. For an answer to
+            begin, a server has six times as long.
+        patience: Seconds that requests wait for their turn at a server that is busy.
     """
 
     def __init__(
@@ -65,8 +83,10 @@ class Client:
         token: str | None = None,
         tls: Tls | None = None,
         stalled: float = 1.5,
+        patience: float | None = None,
         name: str | None = None,
     ) -> None:
+        self._patience = _PATIENCE if patience is None else patience
         self.address, self.name, self.stalled = address, name or address, stalled
         self._host = split_address(address)
         self._headers, self._token = {"User-Agent": "mfload"}, token
@@ -163,7 +183,22 @@ class Client:
     forget = close
     """In a fork they are the parent's."""
 
-    def _ask(
+    def _ask(self, method: str, *given: Any) -> Any:
+        """Makes a request, again if the server has no place, or dropped the connection at once."""
+        until, pause, tries = time.monotonic() + self._patience, _PAUSES[0], _TRIES
+        while True:
+            try:
+                return self._ask_once(method, *given)
+            except (_BusyError, _DroppedError) as error:
+                tries -= isinstance(error, _DroppedError)
+                if not tries or method != "GET" or time.monotonic() + pause > until:
+                    raise errors.ReadError(
+                        error.message, file=error.file, found=error.found
+                    ) from error.__cause__
+            time.sleep(pause * random.uniform(0.5, 1.0))  # So that not all come at once.
+            pause = min(1.5 * pause, _PAUSES[1])
+
+    def _ask_once(
         self,
         method: str,
         path: str,
@@ -176,7 +211,10 @@ class Client:
         try:
             try:
                 response = self._send(connection, method, path, body, headers)
-            except ConnectionError:
+            except ConnectionError as error:
+                if not kept and not isinstance(error, ConnectionRefusedError):
+                    told = self._broken(error, kept)
+                    raise _DroppedError(told.message, file=self.name, found=told.found) from error
                 if not kept:
                     raise
                 connection.close()  # The server may have closed it meanwhile.

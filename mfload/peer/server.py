@@ -26,11 +26,13 @@ from mfload.peer import forks
 from mfload.peer.security import Tls, check_exposure, join_address, split_address
 from mfload.peer.timed import Timed
 
-IDLE = 30.0
-"""Seconds that a connection has for the head of its next request, waiting included."""
+FIRST, IDLE = 1.0, 30.0
+"""Seconds that a connection has for the head of its first and of its next request."""
 
 MAX_BODY = 1 << 20
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS, MAX_STRANGERS = 256, 64
+"""Connections that made a request which was let in, and others. Beyond, the one that has waited
+longest for its next request gives way, and the oldest of the others."""
 
 _BODY = 10.0  # Seconds for the body of a request.
 _PIECE = 1 << 20  # Bytes of an answer that are sent at once, each within `_SENDING` seconds.
@@ -94,7 +96,11 @@ class Server:
         check_exposure(address, token, tls)
         self._handle, self._token = handle, None if token is None else f"Bearer {token}".encode()
         self._context = None if tls is None else tls.context(server=True)
-        self._open: set[socket.socket] = set()
+        # Those that made no request yet which was let in, those that did, and those of these that
+        # wait for the next: each in the order in which they came.
+        self._strangers: dict[socket.socket, None] = {}
+        self._open: dict[socket.socket, None] = {}
+        self._resting: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         host, port = split_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -115,10 +121,8 @@ class Server:
         """Ends listening and all connections; more than once does nothing."""
         with self._lock:  # What is open leaves before it is closed, and its number is free again.
             self._closed = True
-            for each in (self._listener.socket, *self._open):
-                with suppress(OSError):
-                    # That of TLS would let its thread send in the clear first.
-                    socket.socket.shutdown(each, socket.SHUT_RDWR)
+            for each in (self._listener.socket, *self._strangers, *self._open):
+                _shut(each)
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
         self._listener.server_close()
@@ -126,9 +130,9 @@ class Server:
     def forget(self) -> None:
         """Closes what the parent of this fork listens and answers with; there it stays open."""
         self._closed = True
-        for each in (self._listener.socket, *self._open):
+        for each in (self._listener.socket, *self._strangers, *self._open):
             each.close()
-        self._open = set()
+        self._strangers, self._open, self._resting = {}, {}, {}
 
     @property
     def closed(self) -> bool:
@@ -138,20 +142,47 @@ class Server:
     @property
     def connections(self) -> int:
         """How many are open."""
-        return len(self._open)
+        return len(self._strangers) + len(self._open)
 
     def enter(self, connection: socket.socket) -> bool:
-        """Counts a connection; False if there are too many."""
+        """Counts a connection, the oldest of strangers gives way; False if the server is closed."""
         with self._lock:
-            if self._closed or len(self._open) >= MAX_CONNECTIONS:
+            if self._closed:
                 return False
-            self._open.add(connection)
+            if len(self._strangers) >= MAX_STRANGERS:
+                _shut(oldest := next(iter(self._strangers)))
+                del self._strangers[oldest]
+            self._strangers[connection] = None
             return True
+
+    def works(self, connection: socket.socket) -> bool:
+        """Counts one whose request is let in; False if all places are taken by such."""
+        with self._lock:
+            self._resting.pop(connection, None)
+            if connection in self._open:
+                return True
+            if len(self._open) >= MAX_CONNECTIONS:
+                if not self._resting:
+                    return False
+                _shut(longest := next(iter(self._resting)))
+                del self._resting[longest], self._open[longest]
+            self._strangers.pop(connection, None)
+            self._open[connection] = None
+            return True
+
+    def rests(self, connection: socket.socket) -> float:
+        """Counts one that waits for its next request; the seconds that it has for it."""
+        with self._lock:
+            if connection not in self._open:
+                return FIRST
+            self._resting[connection] = None
+            return IDLE
 
     def leave(self, connection: socket.socket) -> None:
         """Forgets a connection."""
         with self._lock:
-            self._open.discard(connection)
+            for some in (self._strangers, self._open, self._resting):
+                some.pop(connection, None)
 
     def secured(self, connection: socket.socket) -> socket.socket:
         """The connection, inside TLS if there is any; to be called in its own thread."""
@@ -163,12 +194,12 @@ class Server:
             connection, server_side=True, do_handshake_on_connect=False
         )
         with self._lock:
-            self._open.discard(connection)
-            self._open.add(made)
-            closed = self._closed
+            there = self._strangers.pop(connection, self)
+            self._strangers[made] = None
+            closed = self._closed or there is self
         try:
             if closed:
-                raise ConnectionAbortedError("the server is closed")
+                raise ConnectionAbortedError("the server is closed, or others came")
             made.do_handshake()
         except BaseException:
             self.leave(made)
@@ -206,10 +237,17 @@ class Server:
             return text(500, '{"error": "internal error"}')
 
 
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection; its thread sees that, and closes it."""
+    with suppress(OSError):
+        # That of TLS would let its thread send in the clear first.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
 class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
     allow_reuse_address = daemon_threads = True
     block_on_close = False
-    request_queue_size = 128
+    request_queue_size = 1024
 
     def __init__(self, address: tuple[str, int], owner: Server) -> None:
         self.owner = owner
@@ -228,9 +266,6 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self.owner.enter(request):
-            with suppress(OSError):
-                request.settimeout(0.0)
-                request.send(b"HTTP/1.1 503 Busy\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
             self.shutdown_request(request)
             return
         try:
@@ -268,7 +303,8 @@ class _Connection(http.server.BaseHTTPRequestHandler):
             self.request.close()
 
     def handle_one_request(self) -> None:
-        self._timed.allow(IDLE, 2 * _HEAD)  # What was read ahead is among it.
+        seconds = self.server.owner.rests(self.connection)
+        self._timed.allow(seconds, 2 * _HEAD)  # What was read ahead is among it.
         try:
             super().handle_one_request()
         except BufferError:
@@ -309,6 +345,10 @@ class _Connection(http.server.BaseHTTPRequestHandler):
         if not admitted:
             self.close_connection = True
             self._send(text(401, '{"error": "a token is needed"}', ("WWW-Authenticate", "Bearer")))
+            return
+        if not owner.works(self.connection):
+            self.close_connection = True
+            self._send(text(503, '{"error": "busy"}'))
             return
         body = b"".join(parts)
         match = _RANGE.fullmatch(headers.get("Range", ""))

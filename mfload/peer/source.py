@@ -47,7 +47,9 @@ def ask(address: str, options: PeerOptions) -> tuple[Client, Manifest]:
     """
     token, tls = security.credentials(options)
     name = f"peer://{address}"
-    client = Client(address, token=token, tls=tls, stalled=options.stalled, name=name)
+    client = Client(
+        address, token=token, tls=tls, stalled=options.stalled, patience=options.timeout, name=name
+    )
     bounds = {"limit": manifests.MAX_MANIFEST, "most": manifests.MAX_PARSED}
     given = client.json("GET", "/v1/manifest", **bounds, seconds=60.0)
     return client, manifests.from_json(given, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 import socket
+import ssl
 import time
 from typing import Any
 
@@ -53,12 +54,14 @@ class Timed(io.RawIOBase):
         if self._least is not None and self._came >= self._least:
             self._until, self._came = now + self._seconds, 0
         left = min(self._until, self._end) - now
-        if left <= 0:
-            raise TimeoutError("it took too long")
         if self._left is not None and self._left <= 0:
             raise BufferError("it is too long")
-        self._connection.settimeout(left)
-        got = self._connection.recv_into(buffer)
+        # What is there already is taken at any time: this thread may have been held up.
+        self._connection.settimeout(max(0.0, left))
+        try:
+            got = self._connection.recv_into(buffer)
+        except (BlockingIOError, ssl.SSLWantReadError):
+            raise TimeoutError("it took too long") from None
         self._came += got
         if self._left is not None:
             self._left -= got
