@@ -17,7 +17,9 @@ def held_by(pid: int, remote: Remote) -> str:
 
     It is if it has the other end of a connection to the seed, and belongs to this process's user.
     What a seed says of itself has no part in it: one that relays what another seed answers is
-    itself at the other end. A proxy on the way is too, and then this says that the seed is another.
+    itself at the other end. So is a proxy of this user's, which a seed behind it can name: what is
+    read of a process that was shown so must be compared with checksums all the same, or be handed
+    over by it.
     """
     for _ in range(2):
         ends = remote.client.ends()

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from mfload import errors
-from mfload.peer import forks
+from mfload.peer import connections, forks
 from mfload.peer.data import Data
 from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
@@ -52,8 +52,13 @@ def listening() -> tuple[str, socket.socket]:
 
 def trusted(connection: socket.socket) -> bool:
     """Whether the process at the other end is of the same user, or of root."""
+    return _at_other_end(connection)[1] in (os.geteuid(), 0)
+
+
+def _at_other_end(connection: socket.socket) -> tuple[int, ...]:
+    """Numbers of the process, its user and its group, as the kernel says."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(raw)[1] in (os.geteuid(), 0)
+    return _CREDENTIALS.unpack(raw)
 
 
 def is_socket(name: Any) -> bool:
@@ -144,6 +149,11 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
         try:
             connection.settimeout(remote.stalled)
             connection.connect(f"\0{name}")
+            # Names of sockets are seen by all users: without sums it may be another seed's.
+            if not remote.compares:
+                against = connections.held_by(_at_other_end(connection)[0], remote)
+                if against:
+                    return f"nothing is compared with checksums, and {against}"
             descriptors = _received(connection, remote)
         except OSError as error:
             if isinstance(error, errors.MfloadError):

@@ -93,7 +93,7 @@ def connect(given: Any, remote: Remote) -> MemoryWay | LocalWay | str:
     if pid == os.getpid():
         kept = _here.get(proof[1].hex())
         data = None if kept is None else kept.data
-        if kept is None or data is None:
+        if kept is None or data is None or data.size != remote.manifest.size:
             return "this process has no such seed"
         return LocalWay(kept, data)
     if not remote.compares:

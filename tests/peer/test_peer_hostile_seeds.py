@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import mfload
@@ -180,6 +181,32 @@ def test_what_another_seed_says_is_relayed(hostile: Hostile, manifest: dict[str,
         mfload.load(hostile.url, "numpy", options=options("memory"))
 
 
+@pytest.mark.parametrize("transports", [("memfd",), ("memfd", "http")])
+def test_the_socket_of_another_seed_is_named(
+    hostile: Hostile, manifest: dict[str, Any], transports: tuple[str, ...]
+) -> None:
+    """Every user of the machine sees names of sockets; what is handed over there is another's."""
+    told = unchecked(manifest)
+    del told["ways"]["memory"]
+    hostile.says(told)
+    found = hostile.load(*transports)
+    assert (found is None) == (transports == ("memfd",))
+    assert not any(array.any() for array in (found or {}).values())
+
+
+@pytest.mark.parametrize("size", [64, 1 << 20])
+def test_a_seed_of_this_process_is_said_to_be_of_another_size(hostile: Hostile, size: int) -> None:
+    """Memory that nothing was read into is not handed out."""
+    with mfload.publish({"t": np.ones(256, np.uint8)}, model=MODEL, checksums=False) as seed:
+        client, _ = source.ask(seed.address, mfload.PeerOptions())
+        told = client.json("GET", "/v1/manifest")
+        client.close()
+        told["size"], told["whole"][1][0][1] = size, [size]
+        told["ways"]["memory"]["spans"] = [[1 << 20, size]]
+        hostile.says(told)
+        assert hostile.load("memory", checksums=False) is None
+
+
 def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The paths of all that is in JSON, the first two of each list."""
     yield path
@@ -234,9 +261,7 @@ def test_what_is_published_again_is_the_seed_s(
     hostile: Hostile, victim: Process, manifest: dict[str, Any]
 ) -> None:
     """`publish=True` hands on what was loaded: nothing of a stranger."""
-    told = naming(victim, manifest)
-    del told["ways"]["memfd"]  # That is another's, who gave it to all that know its name.
-    hostile.says(told)
+    hostile.says(naming(victim, manifest))
     peer = mfload.PeerOptions(publish=True)
     before = {*mfload.seeds()}
     found = mfload.load(hostile.url, "numpy", options=mfload.Options(peer=peer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import http.client
 import json
@@ -23,7 +24,7 @@ from nccl import Nccl, Place, Tensor, ranks as ranks
 
 import mfload
 from mfload import Options, PeerOptions, Report, errors
-from mfload.peer import collective, nixl, transports
+from mfload.peer import collective, memory, nixl, transports
 from mfload.peer.data import Data, Spans, cut, hasher
 from mfload.peer.manifest import BLOCK
 from mfload.peer.transports import Offer
@@ -667,3 +668,50 @@ def test_gaps_that_are_read_over_are_no_damage(transport: str) -> None:
         with pytest.raises(errors.ChecksumError) as caught:
             mfload.load(seed.url, "numpy", names="[02468]$", options=_options(transport))
         assert caught.value.tensor == "t60"
+
+
+def test_a_seed_of_this_process_is_read_without_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its arrays are held for a reader that is under way, and updates are seen, without checksums."""
+    monkeypatch.setattr(memory.MemoryWay, "read", None)
+    options, ended = _options("memory", checksums=False), threading.Event()
+
+    def made(generation: int) -> dict[str, Any]:
+        return {f"t{n}": np.full(3000, generation, np.int32) for n in range(4)}
+
+    def update(seed: mfload.Seed) -> None:
+        for generation in range(1, 1 << 30):
+            if ended.is_set():
+                return
+            seed.update(made(generation))
+
+    with mfload.publish(made(0), model="m", checksums=False) as seed:
+        with mfload.open(seed.url, options=options) as opened:
+            seed.update(made(1))
+            with pytest.raises(errors.SourceChangedError):
+                opened.load("numpy")
+        thread = threading.Thread(target=update, args=(seed,))
+        thread.start()
+        whole = 0
+        try:
+            for _ in range(200):
+                with contextlib.suppress(errors.SourceChangedError):
+                    found = mfload.load(seed.url, "numpy", options=options)
+                    assert len({int(each) for array in found.values() for each in array}) == 1
+                    whole += 1
+        finally:
+            ended.set()
+            thread.join()
+    assert whole
+
+
+def test_words_of_generations_are_never_freed() -> None:
+    """What takes the place of freed memory may hold the secret of a generation that ended."""
+    with mfload.publish({"a": np.ones(9)}, model="m", transports=["memory"]) as seed:
+        places = set[int]()
+        for _ in range(20):
+            given = seed.manifest.ways["memory"]["proof"]
+            places.add(given[0])
+            seed.update({"a": np.ones(9)})
+            word = ctypes.string_at(given[0], 24)
+            assert given[1] not in word.hex()
+        assert len(places) <= 3
