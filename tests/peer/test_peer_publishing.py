@@ -223,7 +223,7 @@ def test_many_small_tensors_take_few_calls_each(lie: str) -> None:
             sys.setprofile(None)
         return found, calls[0] / count
 
-    how = Options(peer=PeerOptions(transports=("memory",)))
+    how = Options(peer=PeerOptions(transports=("memory",), stalled=30))
     with mfload.publish({"a": np.ones(3)}, model="first") as first:
         mfload.load(first.url, "numpy", options=how)
     seed, publishing = counted(lambda: mfload.publish(arrays, model="m"))
