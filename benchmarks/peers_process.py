@@ -28,16 +28,16 @@ _SHARE = 0.3  # Of the bytes, when a fault comes.
 
 
 def seed(job: dict[str, Any]) -> None:
-    """Publishes a checkpoint with and without TLS, and serves its bytes over plain sockets."""
-    arrays, tiny = (mfload.load(job[each], "numpy") for each in ("folder", "tiny"))
+    """Publishes checkpoints with and without TLS, and serves the large one over plain sockets."""
+    loaded = {name: mfload.load(job[name], "numpy") for name in ("large", "tiny", "many")}
     offers: dict[str, Any] = {"pid": os.getpid()}
     cert: dict[str, Any] = {"cert_file": job["cert"], "key_file": job["key"]}
     for scheme, more in (("http", {}), ("https", cert)):
-        for name, each in (("large", arrays), ("tiny", tiny)):
+        for name, each in loaded.items():
             offers[f"{scheme}-{name}"] = mfload.publish(each, model=name, **more).url
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(job["cert"], job["key"])
-    memory = [each.reshape(-1).view(np.uint8).data for each in arrays.values()]
+    memory = [each.reshape(-1).view(np.uint8).data for each in loaded["large"].values()]
     for name, tls in (("socket", None), ("tls", context)):
         listener = socket.create_server(("127.0.0.1", 0))
         offers[name] = listener.getsockname()[1]
@@ -81,9 +81,9 @@ def _options(job: dict[str, Any]) -> mfload.Options:
 
 
 def _load(job: dict[str, Any], what: str) -> list[Any]:
-    """The arrays of the large or the tiny checkpoint, by the way of a job."""
-    if job["name"] == "files":
-        return list(mfload.load(job["folder" if what == "large" else "tiny"], "numpy").values())
+    """The arrays of a checkpoint, by the way of a job."""
+    if job["name"] in ("files", "publish"):
+        return list(mfload.load(job[what], "numpy").values())
     if job["name"] in ("socket", "tls"):
         ca = job["ca"] if job["name"] == "tls" else None
         return _receive(job["offers"][job["name"]], job["nbytes"], ca) if what == "large" else []
@@ -98,14 +98,21 @@ def _touched(arrays: Sequence[Any]) -> int:
 
 
 def reader(job: dict[str, Any]) -> dict[str, Any]:
-    """Loads the tiny checkpoint, and the large one on the clock."""
-    _touched(_load(job, "tiny"))
+    """Loads the tiny checkpoint, and a larger one, or publishes that, on the clock."""
+    tiny = _load(job, "tiny")
+    _touched(tiny)
+    given = dict[str, Any]()
+    if job["name"] == "publish":
+        mfload.publish({"tiny": tiny[0]}, model="tiny")
+        given = mfload.load(job[job["what"]], "numpy")
     if job["primed"]:
         machine.prime((256 << 20) + job["nbytes"] * 3 // 2)
     machine.reset_peak()
     before = machine.memory_status("VmRSS")
     used, start = time.process_time(), time.perf_counter()
-    arrays = _load(job, "large")
+    arrays = list(given.values()) or _load(job, job["what"])
+    if given:
+        mfload.publish(given, model="many")
     _touched(arrays)
     said = {"seconds": time.perf_counter() - start, "cpu_s": time.process_time() - used}
     said["peak_over"] = machine.memory_status("VmHWM") - before - job["nbytes"]
@@ -137,7 +144,7 @@ def fault(job: dict[str, Any]) -> dict[str, Any]:
     seen = _Seen()
     logging.getLogger("mfload").addHandler(seen)
     url, options = job["offers"]["http-large"], _options(job)
-    fallback = job["folder"] if job["fallback"] else None
+    fallback = job["large"] if job["fallback"] else None
     used = time.process_time()
     try:
         mfload.load(url, "numpy", options=options, progress=strike, fallback=fallback)

@@ -18,6 +18,7 @@ import secrets
 import struct
 import weakref
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,8 @@ from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
 
 _SECRET, _WORD = 16, 24
-_CALLS = 512  # Ranges a call, on both sides; Linux takes 1024.
+_CALLS = 1024  # Ranges a call, on both sides; Linux takes no more.
+_NBYTES = itemgetter(1)
 
 _unused: list[Any] = []
 """Words of generations that ended. They get other secrets, and are never freed: freed memory may be
@@ -55,10 +57,6 @@ class _Kept:
             self.data = None
             self.word[:] = 255  # No secret, and no generation.
             _unused.append(self.word)
-
-
-class _Vector(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
 
 
 def _call() -> Any:
@@ -185,11 +183,11 @@ class MemoryWay:
 
     def _copy(self, local: list[tuple[int, int]], remote: list[tuple[int, int]]) -> None:
         """Copies ranges of the other process to ranges of this one, of as many bytes in all."""
-        mine, theirs = [each for each in local if each[1]], remote
-        while mine:
-            given = (_Vector * min(len(mine), _CALLS))(*mine[:_CALLS])
-            wanted = (_Vector * min(len(theirs), _CALLS))(*theirs[:_CALLS])
-            got = self._call(self._pid, given, len(given), wanted, len(wanted), 0)
+        # As the kernel takes them: address and bytes, one pair after the other.
+        mine, theirs = (np.array([*filter(_NBYTES, each)], np.int64) for each in (local, remote))
+        while mine.size:
+            ranges = [(each.ctypes.data, min(len(each), _CALLS)) for each in (mine, theirs)]
+            got = self._call(self._pid, *ranges[0], *ranges[1], 0)
             if got <= 0:
                 self._fail(ctypes.get_errno() if got < 0 else 0)
             mine, theirs = _rest(mine, got), _rest(theirs, got)
@@ -203,9 +201,10 @@ class MemoryWay:
         raise OSError(number, os.strerror(number))
 
 
-def _rest(ranges: list[tuple[int, int]], done: int) -> list[tuple[int, int]]:
-    for n, (base, nbytes) in enumerate(ranges):
-        if done < nbytes:
-            return [(base + done, nbytes - done), *ranges[n + 1 :]]
-        done -= nbytes
-    return []
+def _rest(ranges: Any, done: int) -> Any:
+    """The ranges without as many bytes, of which the kernel has copied them."""
+    ends = ranges[:_CALLS, 1].cumsum()
+    left = ranges[(whole := int(np.searchsorted(ends, done, "right"))) :]
+    if whole < len(ends):
+        left[0] += np.array([1, -1]) * (done - (ends[whole - 1] if whole else 0))
+    return left

@@ -106,7 +106,7 @@ def test_verifying(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl")
 def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cases = ["host", "http", "https"]
+    cases = ["host", "http", "https", "many"]
     assert peers.main([*_places(tmp_path), "--gb", "0.005", "--cases", ",".join(cases)]) == 0
     assert "FAILED" not in capsys.readouterr().out
     out = tmp_path / "out"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import json
 import os
@@ -145,6 +146,8 @@ def _serve(count: int = 24, side: int = 512, **more: Any) -> None:
                 each[:: 64 << 10] ^= 255
         elif what == "close":
             seed.close()
+        elif what == "hold":
+            threading.Thread(target=_hold, daemon=True).start()
         elif what == "threads":
             names = sorted(each.name for each in threading.enumerate())
             print(json.dumps(names), flush=True)
@@ -165,6 +168,13 @@ def _serve(count: int = 24, side: int = 512, **more: Any) -> None:
             print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
             continue
         print("done", flush=True)
+
+
+def _hold() -> None:
+    """Keeps the interpreter lock, but for moments."""
+    sleep = ctypes.PyDLL(None).usleep  # It does not release it.
+    while True:
+        sleep(900_000)
 
 
 def sockets(pid: int | str = "self") -> dict[str, str]:

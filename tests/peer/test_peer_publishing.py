@@ -200,6 +200,41 @@ def test_a_manifest_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
         assert mfload.seeds() == [seed]
 
 
+@pytest.mark.parametrize("lie", ["together", "apart"])
+def test_many_small_tensors_take_few_calls_each(lie: str) -> None:
+    """A microsecond for each of them is what a load from a file takes in all."""
+    count = 2000
+    arrays = dict(
+        zip(map(str, range(count)), np.arange(4.0 * count).reshape(count, 4), strict=True)
+    )
+    if lie == "apart":
+        arrays = {name: each.copy() for name, each in arrays.items()}
+    calls = [0]
+
+    def call(*_: Any) -> None:
+        calls[0] += 1
+
+    def counted(function: Any) -> tuple[Any, float]:
+        calls[0] = 0
+        sys.setprofile(call)
+        try:
+            found = function()
+        finally:
+            sys.setprofile(None)
+        return found, calls[0] / count
+
+    how = Options(peer=PeerOptions(transports=("memory",), stalled=30))
+    with mfload.publish({"a": np.ones(3)}, model="first") as first:
+        mfload.load(first.url, "numpy", options=how)
+    seed, publishing = counted(lambda: mfload.publish(arrays, model="m"))
+    with seed:
+        found, loading = counted(lambda: mfload.load(seed.url, "numpy", options=how))
+    assert len(found) == count
+    np.testing.assert_array_equal(found["7"], arrays["7"])
+    assert publishing < 60  # Events of calls and returns: before there were columns, 340
+    assert loading < 24  # and 220.
+
+
 def test_a_long_text_of_the_sharding_is_cut() -> None:
     """Some frameworks name each device in it."""
     held = Held("a", TABLE["I8"], (4,), ((0, 4),), np.arange(4, dtype=np.uint8), "x" * 5000)

@@ -20,7 +20,7 @@ from mfload.peer.fragments import Held
 
 COUNT = 10_000 if os.environ.get("MFLOAD_SLOW") else 60
 A_SEED = 50  # Selections of what a seed holds, before the next one is made.
-DTYPES = (np.uint8, np.float16, np.int32, np.float64)
+DTYPES = ("u1", "f2", "i4", "f8")
 
 
 def model(random: np.random.Generator) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def model(random: np.random.Generator) -> dict[str, Any]:
         shape = random.integers(1, most + 1), random.choice([1, 1, 3])
         kind = random.choice(["weight", "bias", "norm.weight"])
         data = random.integers(0, 255, (*shape, 8), np.uint8)
-        found[f"layers.{n}.{kind}"] = data.view(random.choice(DTYPES)).reshape(shape[0], -1)
+        dtype = str(random.choice(DTYPES))
+        found[f"layers.{n}.{kind}"] = data.view(dtype).reshape(shape[0], -1)
     return found
 
 

@@ -27,7 +27,7 @@ from serving import own
 
 import mfload
 from mfload import errors
-from mfload.peer import security, server as servers, source
+from mfload.peer import security, seed as seeds, server as servers, source
 from mfload.peer.planner import SeedRecord
 from mfload.peer.planner_http import PlannerServer
 from mfload.peer.server import MAX_BODY, MAX_CONNECTIONS, Request, Server, text
@@ -355,18 +355,78 @@ class TestSlowAndMany:
             how = options("http", ca_file=certificates / "ca.pem")
             samples.assert_same(mfload.load(seed.url, "numpy", options=how), ARRAYS)
 
-    def test_more_than_there_are_places(self) -> None:
+    def test_connections_that_ask_for_nothing_give_way(self) -> None:
+        """Of more than there are places for; and they have a second."""
         with publish(ARRAYS) as seed, contextlib.ExitStack() as stack:
-            for _ in range(MAX_CONNECTIONS):
-                stack.enter_context(connect(seed.address))
-            assert wait_until(lambda: connections() == MAX_CONNECTIONS)
-            for _ in range(5):
-                assert status(said(seed.address, b"GET /v1/state HTTP/1.1\r\n\r\n")) == 503
-            with pytest.raises(errors.ReadError):
-                mfload.load(seed.url, "numpy", options=options("http"))
-            stack.close()
-            assert wait_until(lambda: connections() == 0)
+            idle = [stack.enter_context(connect(seed.address)) for _ in range(MAX_CONNECTIONS)]
+            for _ in range(3):
+                samples.assert_same(mfload.load(seed.url, "numpy", options=options("http")), ARRAYS)
+            assert seed.connections <= servers.MAX_STRANGERS + 4
+            assert wait_until(lambda: seed.connections <= 4, 4 * servers.FIRST)
+            assert all(each.recv(1) == b"" for each in idle)
+
+    def test_readers_that_rest_give_way(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(servers, "MAX_CONNECTIONS", 8)
+        head = b"GET /v1/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        with publish(ARRAYS) as seed, contextlib.ExitStack() as stack:
+            kept = [stack.enter_context(connect(seed.address)) for _ in range(8)]
+            for each in kept:
+                each.sendall(head)
+                assert each.recv(9999).startswith(b"HTTP/1.1 200")
             samples.assert_same(mfload.load(seed.url, "numpy", options=options("http")), ARRAYS)
+            assert kept[0].recv(1) == b""  # The one that rested longest.
+
+    def test_readers_wait_for_their_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As long as theirs is not over."""
+        monkeypatch.setattr(servers, "MAX_CONNECTIONS", 1)
+        held, answer = threading.Event(), seeds.Seed._answer
+
+        def slow(self: Any, request: Request) -> Any:
+            if request.client == "127.0.0.1" and "Slow" in request.headers:
+                held.wait(20)
+            return answer(self, request)
+
+        monkeypatch.setattr(seeds.Seed, "_answer", slow)
+        with publish(ARRAYS) as seed, connect(seed.address) as busy:
+            busy.sendall(b"GET /v1/state HTTP/1.1\r\nHost: localhost\r\nSlow: 1\r\n\r\n")
+            assert wait_until(lambda: seed.connections == 1)
+            time.sleep(0.1)
+            begin = time.monotonic()
+            with pytest.raises(errors.ReadError, match="busy"):
+                mfload.load(seed.url, "numpy", options=options("http", timeout=0.5))
+            assert time.monotonic() - begin < 5
+            threading.Timer(0.5, held.set).start()
+            samples.assert_same(mfload.load(seed.url, "numpy", options=options("http")), ARRAYS)
+
+    def test_300_readers_at_once(self) -> None:
+        """Each makes one load; none is turned away."""
+        wrong: list[BaseException] = []
+        ready = threading.Barrier(300)
+        how = options("http", stalled=20.0)
+
+        def read() -> None:
+            try:
+                ready.wait()
+                found = mfload.load(seed.url, "numpy", options=how)
+                samples.assert_same(found, weights(count=2, side=64))
+            except BaseException as error:
+                wrong.append(error)
+
+        with SeedProcess(count=2, side=64) as seed:
+            readers = [threading.Thread(target=read) for _ in range(300)]
+            for each in readers:
+                each.start()
+            for each in readers:
+                each.join()
+        assert not wrong, (len(wrong), wrong[0])
+
+    def test_a_program_that_keeps_the_interpreter_busy(self) -> None:
+        """It gives up the lock for moments alone, 0.9 s apart; nobody takes it for dead."""
+        with SeedProcess(count=2, side=64) as seed:
+            seed.tell("hold")
+            for transport in seeding.TRANSPORTS:
+                found = mfload.load(seed.url, "numpy", options=options(transport))
+                samples.assert_same(found, weights(count=2, side=64))
 
     @pytest.mark.parametrize("transport", seeding.TRANSPORTS)
     def test_64_readers_at_once(self, transport: str) -> None:
