@@ -29,8 +29,8 @@ from mfload.stored import Stored
 _URL = re.compile(r"peer://([^/?#]*)/([^@?#]+)(?:@([^?#]+))?")
 _EXAMPLE = "peer://host:port/org/name@revision, or peer:///org/name with a planner"
 
-GENERATIONS: dict[tuple[str, str | None], int] = {}
-"""Of the seeds that this process read last, by model and revision as URLs name them."""
+READ: dict[tuple[str, str | None], tuple[str, int]] = {}
+"""Run and generation of the seeds that this process read last, by model and revision of URLs."""
 
 _TRIES = 3  # Tickets that a load takes, if seeds of those before fail at once.
 _WAIT = 60.0  # Seconds that a load waits for a seed that is not busy.
@@ -90,7 +90,7 @@ class Peers:
             made, rows = self._open(self._url.addresses, directory, source)
         else:
             made, rows = self._by_planner(directory, source)
-        GENERATIONS[self._url[1:]] = made[0].manifest.generation
+        READ[self._url[1:]] = made[0].manifest.run, made[0].manifest.generation
         metadata: dict[str, str] = {}
         for each in reversed(made):
             metadata |= each.manifest.metadata
@@ -191,6 +191,11 @@ def together(
     Raises CheckpointError if the seeds disagree or a tensor has gaps, or the error of a seed that
     failed and may have had them.
     """
+    if len({manifest.run for _, manifest in seen}) > 1:
+        what = "the seeds are of several runs, and their generations are not one another's"
+        expected = "seeds of one run: publish(run=) says which, or a planner finds the newest"
+        told = [f"{client.name}: run {manifest.run}" for client, manifest in seen]
+        raise errors.CheckpointError(what, file=name, expected=expected, problems=tuple(told))
     newest = max(manifest.generation for _, manifest in seen)
     used = [each for each in seen if each[1].generation == newest]
     problems = [

@@ -44,6 +44,7 @@ class EtcdPlanner:
         """See `Planner`."""
         key = f"seeds/{record.incarnation}"
         self._keep(key, json.dumps(record._asdict()), planner.LEASE)
+        self._keep(f"runs/{record.run}", "", planner.LEASE)  # Each of its seeds keeps it there.
 
     def leave(self, record: SeedRecord) -> None:
         """See `Planner`."""
@@ -70,7 +71,9 @@ class EtcdPlanner:
         for key, _, _ in self._under("readers/"):
             incarnation = key.rpartition("/")[0].rpartition("/")[2]
             readers[incarnation] = readers.get(incarnation, 0) + 1
-        found = planner.choose(there, readers, host)
+        began = {key.rpartition("/")[2]: float(made) for key, _, made in self._under("runs/")}
+        there = [each for each in there if each.run in began]
+        found = planner.choose(there, readers, host, began)
         if found is None:
             return None
         ticket = Ticket(secrets.token_hex(16), tuple(found))
@@ -105,7 +108,7 @@ class EtcdPlanner:
                 alive = int(answer["TTL"]) > 0
             except (KeyError, TypeError, ValueError):
                 alive = False
-            if alive and not key.startswith("seeds/"):
+            if alive and not key.startswith(("seeds/", "runs/")):
                 return
             lease = lease if alive else None
         if lease is None or again:

@@ -37,13 +37,15 @@ MAX_RANK = 64
 MAX_SHARDING = 1000
 """Characters that say how a tensor is sharded."""
 
-_VERSION = 1
+_VERSION = 2
 _MOST = 1 << 62
 MOST_PARTS = 4096
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _DIGESTS = re.compile(r"(?:[0-9a-f]{16})*")
 NAME = re.compile(r"[A-Za-z0-9._-]+(?:/[A-Za-z0-9._-]+)*")
 """Names of models and revisions."""
+
+_RUN = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 class Fragment(NamedTuple):
@@ -69,7 +71,9 @@ class Manifest(NamedTuple):
 
     Attributes:
         incarnation: 32 hexadecimal digits, drawn when the seed began.
-        generation: Which version of the weights; each update counts it up.
+        run: What its generations count within: a job, or a set of files; others are not
+            compared with it.
+        generation: Which version of the weights of the run; each update counts it up.
         part: Which part of the model this seed holds, and of how many.
         size: Bytes of data: the fragments, one after the other.
         rows: The tensors that are in parts, or share memory with others.
@@ -85,6 +89,7 @@ class Manifest(NamedTuple):
     model: str
     revision: str
     incarnation: str
+    run: str
     generation: int
     part: tuple[int, int]
     size: int
@@ -152,10 +157,13 @@ def from_json(data: Any, name: str) -> Manifest:
     """
     check = _Checked(name)
     given = check.of(data, dict, "a manifest")
-    check.field(given, "mfload_seed", int, lambda value: value == _VERSION)
+    spoken = check.field(given, "mfload_seed", int)
+    if spoken != _VERSION:
+        check.fail("the seed runs another version of mfload", f"format {_VERSION}", spoken)
     model = check.field(given, "model", str, lambda text: bool(NAME.fullmatch(text)))
     revision = check.field(given, "revision", str, lambda v: not v or bool(NAME.fullmatch(v)))
     incarnation = check.field(given, "incarnation", str, lambda v: bool(_HEX32.fullmatch(v)))
+    run = check.field(given, "run", str, is_run)
     generation = check.field(given, "generation", int, is_generation)
     part, parts = check.field(given, "part", list, is_part)
     size = check.field(given, "size", int, _is_count)
@@ -181,6 +189,7 @@ def from_json(data: Any, name: str) -> Manifest:
         model,
         revision,
         incarnation,
+        run,
         generation,
         (part, parts),
         size,
@@ -205,6 +214,11 @@ def is_part(value: Any) -> bool:
     """Whether it is (rank, size), of at most `MOST_PARTS`."""
     fine = isinstance(value, list | tuple) and [*map(type, value)] == [int, int]
     return fine and 0 <= value[0] < value[1] <= MOST_PARTS
+
+
+def is_run(value: Any) -> bool:
+    """Whether it can name a run."""
+    return type(value) is str and bool(_RUN.fullmatch(value))
 
 
 def is_generation(value: Any) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mfload import errors, sources
 from mfload.formats.strict_json import brief
-from mfload.peer.manifest import MOST_PARTS, NAME
+from mfload.peer.manifest import MOST_PARTS, NAME, is_run
 from mfload.peer.security import split_address
 
 LEASE = 10.0
@@ -41,6 +41,7 @@ class SeedRecord(NamedTuple):
     """What a planner knows of a seed.
 
     Attributes:
+        run: What its generations count within (see `Manifest`).
         host: The machine, to find near ones.
         size: Bytes that it holds.
         part, parts: Which part of the model it holds, of how many; 0 and 1 for all of it.
@@ -51,6 +52,7 @@ class SeedRecord(NamedTuple):
     model: str
     revision: str
     incarnation: str
+    run: str
     generation: int
     layout: str
     host: str
@@ -73,6 +75,7 @@ class SeedRecord(NamedTuple):
             with suppress(errors.UsageError):
                 split_address(made.address)
                 fine = NAME.fullmatch(made.model) and ID.fullmatch(made.incarnation)
+                fine = fine and is_run(made.run)
                 if fine and made.max_readers and made.part < made.parts <= MOST_PARTS:
                     return made
         what = "the record of a seed is malformed"
@@ -119,25 +122,28 @@ def here() -> str:
 
 
 def choose(
-    records: Iterable[SeedRecord], readers: Mapping[str, int], host: str
+    records: Iterable[SeedRecord],
+    readers: Mapping[str, int],
+    host: str,
+    began: Mapping[str, float],
 ) -> Sequence[SeedRecord] | None:
     """The seeds that a reader is sent to; none if parts are missing, None if all are busy.
 
-    They have one revision, and the newest generation of which all parts are there. For each part
-    it is the seed on the reader's machine, if there is one, that has the fewest readers for what
+    They have one revision and one run: the one that `began` last, as the planner saw it, of those
+    of which all parts are there. Of it they have the newest such generation. For each part it is the seed on the reader's machine, if there is one, that has the fewest readers for what
     it can take.
     """
-    groups: dict[tuple[int, int, str], dict[int, list[SeedRecord]]] = {}
+    groups: dict[tuple[_Age, int, str], dict[int, list[SeedRecord]]] = {}
     for each in records:
-        key = each.generation, each.parts, each.revision
+        key = (began[each.run], each.run, each.generation), each.parts, each.revision
         groups.setdefault(key, {}).setdefault(each.part, []).append(each)
     whole = {key: parts for key, parts in groups.items() if len(parts) == key[1]}
     if not whole:
         return ()
-    newest = max(generation for generation, *_ in whole)
+    newest = max(age for age, *_ in whole)
     found: list[tuple[float, float, list[SeedRecord]]] = []
-    for (generation, count, _), parts in whole.items():
-        if generation != newest:
+    for (age, count, _), parts in whole.items():
+        if age != newest:
             continue
         chosen: list[tuple[bool, float, str, SeedRecord]] = []
         for seeds in parts.values():
@@ -151,6 +157,9 @@ def choose(
             far, load = sum(way[0] for way in chosen) / count, max(way[1] for way in chosen)
             found.append((far, load, [way[-1] for way in chosen]))
     return min(found)[-1] if found else None
+
+
+_Age = tuple[float, str, int]  # When a run began, its name, and a generation of it.
 
 
 class _Known:
@@ -175,6 +184,8 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seeds: dict[str, _Known] = {}
+        # When each run was seen first; it is known as long as one of its seeds.
+        self._began: dict[str, float] = {}
         self._lock = threading.Lock()
         self._probe, self._clock = probe, clock
 
@@ -193,6 +204,7 @@ class Registry:
             if record.generation >= known.record.generation:
                 known.record = record
             known.until = self._clock() + LEASE
+            self._began.setdefault(record.run, self._clock())
 
     def leave(self, record: SeedRecord) -> None:
         """See `Planner`."""
@@ -209,7 +221,8 @@ class Registry:
                 if each.record.model == model and revision in (None, each.record.revision)
             ]
             readers = {each.record.incarnation: len(each.tickets) for each in there}
-            found = choose((each.record for each in there if each.well), readers, host)
+            well = (each.record for each in there if each.well)
+            found = choose(well, readers, host, self._began)
             if found is None or (not found and any(each.well is None for each in there)):
                 return None  # Busy, or not looked at yet.
             ticket = Ticket(secrets.token_hex(16), tuple(found))
@@ -263,6 +276,8 @@ class Registry:
         now = self._clock()
         for key in [key for key, each in self._seeds.items() if each.until < now]:
             del self._seeds[key]
+        runs = {each.record.run for each in self._seeds.values()}
+        self._began = {run: when for run, when in self._began.items() if run in runs}
         for each in self._seeds.values():
             for key in [key for key, until in each.tickets.items() if until < now]:
                 del each.tickets[key]

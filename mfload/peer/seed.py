@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
 import itertools
 import json
 import os
 import re
 import secrets
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -18,9 +20,10 @@ from mfload import errors
 from mfload.dtypes import DType
 from mfload.formats import strict_json
 from mfload.index import Box
+from mfload.mesh import base as meshes
 from mfload.options import PeerOptions
 from mfload.peer import fragments, manifest as manifests, transports as ways
-from mfload.peer.checkpoint import GENERATIONS, PeerUrl
+from mfload.peer.checkpoint import READ, PeerUrl
 from mfload.peer.data import Data, hasher
 from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
@@ -34,6 +37,7 @@ MAX_READERS = 3
 """Readers at once that a planner sends to a seed, if nothing else is said."""
 
 _DATA = re.compile(r"/v1/(data|ways)/([0-9a-f]{32})/(\d{1,19})(?:/([a-z0-9_.-]{1,64}))?")
+_runs: dict[tuple[str, str, int], str] = {}  # Of models that seeds of this process hold parts of.
 _seeds: weakref.WeakSet[Seed] = weakref.WeakSet()
 _loaded: list[Seed] = []  # Those of loads that publish.
 
@@ -89,6 +93,15 @@ class _Version:
         self.manifest: Any = None
         self.text = b""
 
+    @property
+    def content(self) -> str | None:
+        """The run of all seeds that hold just this and never change; None without checksums."""
+        if self.checksums is None:
+            return None
+        kinds = [(dtype.name, shape) for dtype, shape in self.whole.kinds]
+        about = self.rows, self.whole.names, kinds, self.whole.kind, self.checksums
+        return hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+
     def close(self) -> None:
         """Ends what is offered and lets go of the memory; requests under way keep it."""
         for each in self.offers.values():
@@ -106,6 +119,7 @@ class Seed:
         address: Where it listens, "host:port".
         model, revision: What it holds.
         part: Which part of the model, and of how many.
+        run: What its generations count within.
         generation: Which version of the weights: 0, then one more with each update.
         copied_bytes: Bytes of arrays that can't be read in place, and so were copied.
         reads: How many times others asked what it holds, as each load, `ls` and the like does.
@@ -124,10 +138,11 @@ class Seed:
         checksums: bool,
         metadata: Mapping[str, str],
         part: tuple[int, int],
+        run: str,
         generation: int,
     ) -> None:
         self.model, self.revision, self.part = model, revision, part
-        self.generation = generation - 1
+        self.run, self.generation = run, generation - 1
         self._incarnation = secrets.token_hex(16)
         self._transports = {name: ways.find(name) for name in transports}
         self._checksums, self._metadata, self._version = checksums, metadata, version
@@ -241,6 +256,7 @@ class Seed:
             self.model,
             self.revision,
             about.incarnation,
+            about.run,
             about.generation,
             about.layout,
             here(),
@@ -260,6 +276,7 @@ class Seed:
                 self.model,
                 self.revision,
                 self._incarnation,
+                self.run,
                 number,
                 self.part,
                 version.data.size,
@@ -345,6 +362,7 @@ def publish(
     planner: str | None = None,
     max_readers: int = MAX_READERS,
     part: tuple[int, int] = (0, 1),
+    run: str | None = None,
     generation: int = 0,
     checksums: bool = True,
     transports: Sequence[str] = ways.DEFAULT,
@@ -374,8 +392,12 @@ def publish(
         max_readers: Readers at once that the planner sends here, 1 or more.
         part: `(rank, size)` of processes that hold a model together: readers are told if one of
             them is missing, and a planner names them all.
-        generation: The number of the weights: of seeds with several, the planner and readers take
-            the newest.
+        run: The run that the weights are of, up to 64 letters, digits, ".", "_" and "-": the same
+            for all of its processes, and another after a restart. Default: one that the processes of a
+            group (`torch.distributed`, `jax.distributed`) share; without a group another for each
+            call, but for parts of a model that this process publishes.
+        generation: The number of the weights within the run: of seeds with several, the planner and
+            readers take the newest.
         checksums: Whether checksums are made, at the speed of memory.
         transports: Names of what is offered to readers, such as "http" and "nixl". With
             "cuda_ipc", "nixl" or "collective", arrays on CUDA devices stay there.
@@ -397,6 +419,9 @@ def publish(
         expected = f"part=(rank, size) of at most {manifests.MOST_PARTS}, generation from 0 on"
         found = f"part={part!r}, generation={generation!r}"
         raise errors.UsageError("no such part or generation", expected=expected, found=found)
+    if run is not None and not manifests.is_run(run):
+        expected = "up to 64 letters, digits, '.', '_' and '-'"
+        raise errors.UsageError("run= is not a name of a run", expected=expected, found=repr(run))
     if type(max_readers) is not int or not 0 < max_readers < 1 << 62:
         what = "max_readers= is not a number of readers"
         raise errors.UsageError(what, expected="1 or more", found=repr(max_readers))
@@ -409,7 +434,11 @@ def publish(
     tls = Tls.of(cert_file, key_file, ca_file)
     version = _version(arrays, own, checksums, not {*ways.ON_DEVICES}.isdisjoint(transports))
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
-    given |= {"part": part, "generation": generation, "metadata": own}
+    # Of `mfload serve`, and of loads that publish: those that hold the same are of one run.
+    given_files = isinstance(arrays, _Version | list)
+    run = run or (version.content if given_files and part[1] == 1 else None)
+    run = run or _run(model, revision, part[1])
+    given |= {"part": part, "run": run, "generation": generation, "metadata": own}
     seed = Seed(version, model, revision, address, transports=transports, **given)
     if planner is not None:
         try:
@@ -420,7 +449,20 @@ def publish(
     return seed
 
 
+def _run(model: str, revision: str, parts: int) -> str:
+    """The run of a seed that is told none: drawn here, or by the first of its process group."""
+    drawn = secrets.token_hex(16)
+    if parts == 1:
+        return drawn
+    for framework in ("torch", "jax"):
+        if framework in sys.modules and (store := meshes.backend(framework).store()) is not None:
+            return store.first(f"mfload/run/{parts}/{model}@{revision}", drawn)
+    return _runs.setdefault((model, revision, parts), drawn)
+
+
 def _version(arrays: Any, metadata: Mapping[str, str], checksums: bool, devices: bool) -> _Version:
+    if isinstance(arrays, _Version):
+        return arrays
     if isinstance(arrays, list) and arrays and isinstance(arrays[0], fragments.Held):
         # Of `mfload serve`.
         return _Version(arrays, metadata, checksums)
@@ -460,7 +502,9 @@ def publish_loaded(arrays: Any, url: str, options: PeerOptions, *, fell_back: bo
     `publish` does, but for a planner that is gone.
     """
     what = PeerUrl.of(url)
-    generation = 0 if fell_back else GENERATIONS.get(what[1:], 0)
+    run, generation = (None, 0) if fell_back else READ.get(what[1:], (None, 0))
+    if run is None:  # Files have none.
+        arrays = _version(arrays, {}, options.checksums, devices=False)
     seed = publish(
         arrays,
         model=what.model,
@@ -471,6 +515,7 @@ def publish_loaded(arrays: Any, url: str, options: PeerOptions, *, fell_back: bo
         key_file=options.key_file,
         ca_file=options.ca_file if options.cert_file is not None else None,
         checksums=options.checksums,
+        run=run,
         generation=generation,
     )
     _loaded.append(seed)

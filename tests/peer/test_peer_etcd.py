@@ -95,7 +95,7 @@ def test_a_dead_seed_and_a_dead_reader_are_forgotten(
     monkeypatch.setattr(planning, "TICKET", 2.0)
     dead = leases.connect(url)
     record = planning.SeedRecord(
-        "127.0.0.1:1", "org/dead", "", "d" * 32, 0, "x", planning.here(), 1, 0, 1, 1
+        "127.0.0.1:1", "org/dead", "", "d" * 32, "r", 0, "x", planning.here(), 1, 0, 1, 1
     )
     dead.register(record)
     assert dead.take("org/dead", None, "here") is not None
@@ -117,7 +117,7 @@ def test_a_seed_that_failed_is_left_out_for_a_while(url: str) -> None:
     """A killed seed's record is there until its lease ends, and is not handed out again at once."""
     planner = leases.connect(url)
     record = planning.SeedRecord(
-        "127.0.0.1:1", "org/name", "", "e" * 32, 0, "x", planning.here(), 1, 0, 1, 3
+        "127.0.0.1:1", "org/name", "", "e" * 32, "r", 0, "x", planning.here(), 1, 0, 1, 3
     )
     planner.register(record)
     with pytest.raises(errors.SourceNotFoundError):

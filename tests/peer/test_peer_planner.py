@@ -26,6 +26,8 @@ from mfload.peer.planner import Registry, SeedRecord, choose
 from mfload.peer.planner_http import PlannerServer
 from mfload.peer.server import Server, text
 
+BEGAN = {"r": 1.0, "old": 0.0}
+
 
 def _record(n: int, **given: Any) -> SeedRecord:
     made = SeedRecord(
@@ -33,6 +35,7 @@ def _record(n: int, **given: Any) -> SeedRecord:
         model="org/name",
         revision="main",
         incarnation=f"{n:032x}",
+        run="r",
         generation=0,
         layout="x",
         host="here",
@@ -42,6 +45,38 @@ def _record(n: int, **given: Any) -> SeedRecord:
         max_readers=3,
     )
     return made._replace(**given)
+
+
+def test_runs_are_not_mixed() -> None:
+    """The newest run that is whole counts, by when it was seen; generations count within it."""
+    old = [_record(n, part=n, parts=2, run="old", generation=9) for n in range(2)]
+    new = [_record(5 + n, part=n, parts=2) for n in range(2)]
+    assert _numbers(choose([*old, *new], {}, "here", BEGAN)) == [5, 6]
+    assert _numbers(choose([*old, new[0]], {}, "here", BEGAN)) == [0, 1]
+    assert choose([old[0], new[1]], {}, "here", BEGAN) == ()
+    assert choose([old[0]._replace(generation=0), new[1]], {}, "here", BEGAN) == ()
+    huge = _record(9, run="old", generation=(1 << 62) - 1)
+    assert _numbers(choose([huge, *new], {}, "here", BEGAN)) == [5, 6]
+
+
+def test_a_run_began_when_the_planner_saw_it() -> None:
+    """A reader that publishes an old run again makes it no newer; a run that is gone is forgotten."""
+    now = [0.0]
+    registry = Registry(clock=lambda: now[0])
+    registry.register(_record(1, run="old", generation=3))
+    now[0] = 1.0
+    registry.register(_record(2, run="new"))
+    now[0] = 2.0
+    registry.register(_record(3, run="old", generation=3))
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [2]
+    registry.leave(_record(2, run="new"))
+    registry.leave(_record(1, run="old"))
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [3]
+    registry.leave(_record(3, run="old"))
+    registry.register(_record(4, run="other"))
+    now[0] = 3.0
+    registry.register(_record(5, run="old"))
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [5]
 
 
 def _numbers(found: Any) -> list[int]:
@@ -59,35 +94,35 @@ class _Clock:
 def test_the_nearest_and_then_the_least_busy_seed_is_chosen() -> None:
     """A seed on the reader's machine goes before one with fewer readers elsewhere."""
     there = [_record(1, host="far"), _record(2), _record(3)]
-    assert _numbers(choose(there, {f"{2:032x}": 1}, "here")) == [3]
-    assert _numbers(choose(there, {f"{2:032x}": 1, f"{3:032x}": 2}, "here")) == [2]
+    assert _numbers(choose(there, {f"{2:032x}": 1}, "here", BEGAN)) == [3]
+    assert _numbers(choose(there, {f"{2:032x}": 1, f"{3:032x}": 2}, "here", BEGAN)) == [2]
     full = {f"{2:032x}": 3, f"{3:032x}": 3}
-    assert _numbers(choose(there, full, "here")) == [1]
-    assert choose(there, {**full, f"{1:032x}": 3}, "here") is None
+    assert _numbers(choose(there, full, "here", BEGAN)) == [1]
+    assert choose(there, {**full, f"{1:032x}": 3}, "here", BEGAN) is None
 
 
 def test_a_larger_seed_takes_more() -> None:
     """The load counts for what a seed can take."""
     there = [_record(1, max_readers=10), _record(2, max_readers=2)]
-    assert _numbers(choose(there, {f"{1:032x}": 3, f"{2:032x}": 1}, "here")) == [1]
+    assert _numbers(choose(there, {f"{1:032x}": 3, f"{2:032x}": 1}, "here", BEGAN)) == [1]
 
 
 def test_parts_come_together_or_not_at_all() -> None:
     """A group with a part missing is none; of each part the best seed is taken."""
     parts = [_record(n, part=n, parts=3) for n in range(3)]
-    assert _numbers(choose(parts, {}, "here")) == [0, 1, 2]
-    assert choose(parts[:2], {}, "here") == ()
+    assert _numbers(choose(parts, {}, "here", BEGAN)) == [0, 1, 2]
+    assert choose(parts[:2], {}, "here", BEGAN) == ()
     more = [*parts, _record(7, part=1, parts=3)]
-    assert _numbers(choose(more, {f"{1:032x}": 1}, "here")) == [0, 7, 2]
-    assert choose(parts, {f"{2:032x}": 3}, "here") is None
+    assert _numbers(choose(more, {f"{1:032x}": 1}, "here", BEGAN)) == [0, 7, 2]
+    assert choose(parts, {f"{2:032x}": 3}, "here", BEGAN) is None
 
 
 def test_the_newest_whole_generation_is_taken() -> None:
     """An update that not all parts have yet is not handed out."""
     there = [_record(0), _record(1, generation=4), _record(2, generation=5, parts=2)]
-    assert _numbers(choose(there, {}, "here")) == [1]
+    assert _numbers(choose(there, {}, "here", BEGAN)) == [1]
     there.append(_record(3, generation=5, part=1, parts=2))
-    assert _numbers(choose(there, {}, "here")) == [2, 3]
+    assert _numbers(choose(there, {}, "here", BEGAN)) == [2, 3]
 
 
 def test_parts_are_of_one_revision() -> None:
@@ -97,7 +132,7 @@ def test_parts_are_of_one_revision() -> None:
         _record(n, revision=name, part=part, parts=2)
         for (n, name), part in zip(names.items(), (0, 1, 0, 1), strict=True)
     ]
-    chosen = choose(there, {}, "here")
+    chosen = choose(there, {}, "here", BEGAN)
     assert chosen is not None
     assert len({each.revision for each in chosen}) == 1
     assert {each.part for each in chosen} == {0, 1}

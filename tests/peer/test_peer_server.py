@@ -658,7 +658,7 @@ class TestCertificates:
         """It goes on looking at seeds."""
         ca = Path(shutil.copy(certificates / "ca.pem", tmp_path))
         how: dict[str, Any] = {**own(certificates, "seed"), "ca_file": ca}
-        record = SeedRecord("127.0.0.1:1", MODEL, "", "0" * 32, 0, "x", "here", 1, 0, 1, 1)
+        record = SeedRecord("127.0.0.1:1", MODEL, "", "0" * 32, "r", 0, "x", "here", 1, 0, 1, 1)
         with PlannerServer(tls=security.Tls(**how)) as planner:
             ca.rename(tmp_path / "moved")
             planner.registry.register(record)
