@@ -52,13 +52,13 @@ def _inode(own: Any, other: Any) -> str | None:
     """The number of the socket at the other end of a connection; None if it is not here."""
     local, peer = (ip_address(str(end[0]).partition("%")[0]) for end in (other, own))
     for table in ("tcp", "tcp6"):
-        wanted = (_text(local, other[1], table), _text(peer, own[1], table))
+        ends = f"{_text(local, other[1], table)} {_text(peer, own[1], table)}"
+        wanted = f" {ends} {_ESTABLISHED} "
         try:
             with open(f"/proc/self/net/{table}", encoding="ascii") as file:
                 for line in file:
-                    row = line.split()
-                    if (row[1], row[2]) == wanted and row[3] == _ESTABLISHED:
-                        return row[9]
+                    if wanted in line:
+                        return line.split()[9]
         except OSError:  # No such protocol, or no /proc.
             continue
     return None

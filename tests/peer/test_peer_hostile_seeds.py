@@ -94,9 +94,9 @@ class Hostile:
     """A seed in a process of its own that says what the test has it say."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._made = path, Process(HOSTILE, str(path))
-        self.pid = self._made.pid
-        self.url = f"peer://{self._made.said[0]}/{MODEL}"
+        self._path, self.process = path, Process(HOSTILE, str(path))
+        self.pid = self.process.pid
+        self.url = f"peer://{self.process.said[0]}/{MODEL}"
 
     def says(self, manifest: Any) -> None:
         """What its manifest is from now on; its state is what that one says."""
@@ -117,7 +117,7 @@ class Hostile:
 @pytest.fixture
 def hostile(tmp_path: Path) -> Generator[Hostile]:
     made = Hostile(tmp_path / "said.json")
-    with made._made:
+    with made.process:
         yield made
 
 
