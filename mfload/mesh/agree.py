@@ -129,7 +129,8 @@ class ProcessGroup:
             said = self.gather(what, same)
             if len(set(said.values())) > 1:
                 message = f"the processes do not have the same {what}"
-                raise errors.ProcessError(message, problems=_by_value(said))
+                expected = "the same build of mfload on all of them"
+                raise errors.ProcessError(message, expected=expected, problems=_by_value(said))
         except KeyboardInterrupt as error:
             if self._store is not None or self._over or self._link.broken:
                 raise
