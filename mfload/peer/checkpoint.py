@@ -203,6 +203,7 @@ def together(
         for client, manifest in seen
         if manifest.generation != newest
     ]
+    _check_copies(used, name)
     if len({manifest.revision for _, manifest in used}) > 1:
         what, expected = "the seeds have several revisions", "peer://…/name@revision"
         found = ", ".join(sorted({manifest.revision for _, manifest in used}))
@@ -252,6 +253,20 @@ def together(
         raise errors.CheckpointError(what, file=name, problems=tuple(problems))
     found.extend(Columns.of(rows))
     return list(used), found
+
+
+def _check_copies(used: Sequence[Seen], name: str) -> None:
+    """Raises CheckpointError for seeds that have the same boxes, and other bytes."""
+    first: dict[Any, Seen] = {}
+    for client, manifest in used if len(used) > 1 else ():
+        if manifest.checksums is None:
+            continue
+        other, one = first.setdefault(manifest.places, (client, manifest))
+        if one.checksums != manifest.checksums:
+            what = "the seeds hold other bytes of the same tensors, in one run and generation"
+            expected = "the same checksums of the same boxes; or publish(run=) for each run"
+            found = f"{other.name} and {client.name} differ"
+            raise errors.CheckpointError(what, file=name, expected=expected, found=found)
 
 
 def _pieces(

@@ -109,6 +109,11 @@ class Manifest(NamedTuple):
         yield from self.rows
 
     @property
+    def places(self) -> tuple[Any, ...]:
+        """Its size and what lies where, whatever the sharding."""
+        return self.size, *(row._replace(sharding="") for row in self.entries)
+
+    @property
     def layout(self) -> str:
         """The fingerprint of names, dtypes and shapes, whatever the sharding."""
         rows = sorted((each.name, each.dtype, each.shape) for each in self.entries)

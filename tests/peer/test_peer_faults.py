@@ -30,7 +30,7 @@ import mfload
 from mfload import errors
 from mfload.peer import checkpoint, client as clients, memfd
 
-SOON = 2.0
+SOON = 5.0  # Seconds; an answer has 6 times `stalled` to begin.
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from seeding import MODEL, SeedProcess, options, publish, row
 import mfload
 from mfload import errors
 from mfload.index import Columns
-from mfload.peer import manifest as manifests, source
+from mfload.peer import client as clients, manifest as manifests, source
 from mfload.peer.manifest import BLOCK, Fragment
 from mfload.peer.server import Reply, Request, Server, text
 
@@ -96,7 +96,7 @@ A, B, C = (("tensors", n) for n in range(3))
 SHAPE, DTYPE, FRAGMENT, BOX = (*A, 2), (*A, 1), (*A, 4, 0), (*A, 4, 0, 0)
 WRONG: list[tuple[tuple[Any, ...], Any]] = [
     # Of the whole.
-    (("mfload_seed",), 2),
+    (("mfload_seed",), 1),
     (("mfload_seed",), True),
     (("mfload_seed",), "1"),
     (("model",), ""),
@@ -391,7 +391,10 @@ class TestFromAServer:
             (299, errors.ReadError),
         ],
     )
-    def test_refusals(self, status: int, kind: type[errors.SourceError]) -> None:
+    def test_refusals(
+        self, status: int, kind: type[errors.SourceError], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(clients, "_PATIENCE", 0.2)
         with saying(b'{"error": "\x1b[31mred\r\n"}' + b"x" * 100_000, status) as url:
             error = refused(url, kind)
         assert str(status) in str(error.found)
@@ -710,15 +713,15 @@ class TestStale:
         assert one.memory.tobytes() == two.memory.tobytes()
         how = options(transport)
         with (
-            mfload.publish([one], model=MODEL) as seed,
+            mfload.publish([one], model=MODEL, run="r") as seed,
             mfload.open(seed.url, options=how) as opened,
         ):
             seed.update([two])
             with pytest.raises(errors.SourceChangedError):
                 opened.get_tensor("w")
         with (
-            mfload.publish([one], model=MODEL) as seed,
-            mfload.publish([two], model=MODEL) as other,
+            mfload.publish([one], model=MODEL, run="r") as seed,
+            mfload.publish([two], model=MODEL, run="r") as other,
             pytest.raises(errors.CheckpointError) as info,
         ):
             mfload.load(f"peer://{seed.address},{other.address}/{MODEL}", "numpy", options=how)
@@ -739,8 +742,8 @@ class TestBoxesOfSeveralSeeds:
         array = samples.numbers((8, 4))
         halves = row("w", array, [(0, 4), (0, 4)]), row("w", array, [by, (0, 4)])
         with (
-            mfload.publish([halves[0]], model=MODEL) as one,
-            mfload.publish([halves[1]], model=MODEL) as two,
+            mfload.publish([halves[0]], model=MODEL, run="r") as one,
+            mfload.publish([halves[1]], model=MODEL, run="r") as two,
             pytest.raises(errors.CheckpointError, match="whole model"),
         ):
             mfload.load(f"peer://{one.address},{two.address}/{MODEL}", "numpy")
