@@ -80,6 +80,7 @@ def test_one_that_comes_late_ends_as_the_others_do(tmp_path: Path) -> None:
     ended = launching.launch(tmp_path, ["overtaken"], count=2, devices=2, seconds=60)
     for each in ended:
         assert each.code == 0, each.log
+        assert each.said["overtaken"]["swapping"] == 0
     first, second = (each.said["overtaken"]["said"] for each in ended)
     assert first.startswith("LoadTimeoutError")
     assert "process 1 did not come to round" in first
