@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -20,6 +21,7 @@ from unittest import mock
 
 import ml_dtypes
 import numpy as np
+import pytest
 import samples
 
 import mfload
@@ -154,6 +156,49 @@ def kill() -> None:
 
 def press() -> None:
     raise KeyboardInterrupt
+
+
+def signalled(world: World, load: Callable[[], Any], good: Callable[[], Any], times: str) -> None:
+    """Ctrl-C in process 1 at moments of an exchange, as a signal; a load follows each that works.
+
+    Args:
+        world: This process.
+        load: Loads with an exchange of several rounds.
+        good: Loads, and checks what it gets.
+        times: How often.
+    """
+    start, begun, lags = link.Link.start, threading.Event(), [0.0]
+
+    def late(swap: Callable[..., Any], *given: Any) -> Any:
+        begun.set()
+        time.sleep(lags[0])
+        return swap(*given)
+
+    def slow(self: Any, *given: Any) -> None:
+        if "swap" not in vars(self):
+            self.swap = functools.partial(late, self.swap)
+        start(self, *given)
+
+    def interrupt(after: float) -> None:
+        begun.wait(20)
+        time.sleep(after)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    good()
+    with mock.patch.object(link.Link, "start", slow):
+        for number in range(int(times)):
+            begun.clear()
+            other = threading.Thread(target=interrupt, args=[0.02 + 0.06 * number])
+            lags[0] = 0.12
+            if world.rank == 1:
+                other.start()
+            expected: Any = KeyboardInterrupt if world.rank == 1 else errors.ProcessError
+            with pytest.raises(expected, match=r"^(?!.*broke off)"):
+                load()
+            lags[0] = 0.0
+            if world.rank == 1:
+                other.join()
+            good()
 
 
 @contextlib.contextmanager

@@ -59,6 +59,7 @@ class ProcessGroup:
         self.rank, self.ranks, self.deadline = backend.rank, tuple(sorted(set(ranks))), deadline
         self.thread = threading.get_ident()
         self._step, self._next_beat, self._over = 0, 0.0, False
+        self._begun, self._looked = 0, 0.0  # Rounds of collectives, and when it asked the store.
         # Seconds until the others must be there, which a given timeout says itself.
         self._comes_by: float = getattr(backend, "arrival", math.inf)
         self._arrival = self._comes_by if deadline.seconds is None else math.inf
@@ -126,6 +127,7 @@ class ProcessGroup:
         came meanwhile, to be told in these.
         """
         try:
+            self._begun = 0
             said = self.gather(what, same)
             if len(set(said.values())) > 1:
                 message = f"the processes do not have the same {what}"
@@ -156,11 +158,12 @@ class ProcessGroup:
         """
         if self._store is None:
             return {}
-        every, beat = [*map(str, self.ranks)], time.monotonic() >= self._next_beat
+        self._looked = time.monotonic()
+        every, beat = [*map(str, self.ranks)], self._looked >= self._next_beat
         texts = self._texts(["outcome", *(every if beat else map(str, ranks))])
         outcome = json.loads(texts.get("outcome", "null"))
         if outcome is None and beat:
-            self._next_beat = time.monotonic() + _BEAT
+            self._next_beat = self._looked + _BEAT
             seen = self._store.texts(_ALIVE, every)
             for rank in self.ranks:
                 process = seen.get(str(rank), "")
@@ -169,12 +172,26 @@ class ProcessGroup:
                     self._propose(rank, message, f"it did not come to: {what}")
                     return self.check(what)
         if outcome not in (None, _AGREED):
-            rank, message, found = outcome
+            rank, message, found, _ = outcome
             if rank == self.rank and message == _GAVE_UP:
                 raise self.deadline.error(found)
             who = f"process {rank}" + (", this one," if rank == self.rank else "")
             raise errors.ProcessError(f"{who} {message}", found=found)
         return texts
+
+    def begin(self, what: str, number: int) -> None:
+        """Comes before a round of collectives begins here; asks the store only now and then.
+
+        Raises ProcessError if another process gave up in an earlier round. One that it began is met
+        by all, though it gave up: a collective that is under way at the exit may abort it.
+        """
+        self._begun = number + 1
+        if self._store is not None and time.monotonic() >= self._looked + _BEAT:
+            outcome = json.loads(self._texts(["outcome"]).get("outcome", "null"))
+            if outcome is None:
+                self._looked = time.monotonic()
+            elif outcome != _AGREED and number >= outcome[3]:
+                self.check(what)
 
     def watch(self, what: str, number: int) -> Callable[[], None]:
         """What `check`s while this process waits in a round of collectives; to be called often.
@@ -223,10 +240,11 @@ class ProcessGroup:
     def _propose(self, *outcome: Any) -> Any:
         """Writes how the step ends unless that is written; returns what is.
 
-        It ends with all agreed, or with a process, what happened to it, and details.
+        It ends with all agreed, or with a process, what happened to it, and details; to these come
+        the rounds of collectives that this process has begun.
         """
         assert self._store is not None
-        text = json.dumps(outcome or _AGREED)
+        text = json.dumps([*outcome, self._begun] if outcome else _AGREED)
         self._wrote.append(key := f"{self._load}{self._step}/outcome")
         return json.loads(self._store.first(key, text))
 

@@ -602,6 +602,10 @@ def run(
                 come = (p.nbytes for p in before if p.target.rank == rank != p.reader)
                 track.add("exchange", begun, sum(come))
         if wire is not None and not last:
+            stopped = _attempt(group.begin, "exchange", number)
+            if isinstance(stopped, errors.ProcessError):
+                raise failed or stopped
+            failed = failed or stopped
             text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
             header = _HEADER.pack(number, len(text)) + text
             wire[:, : len(header)] = memoryview(header)

@@ -359,6 +359,23 @@ def test_who_is_late_in_a_round_is_named(
     )
 
 
+def test_a_round_that_another_gave_up_in_is_met_and_no_later_one() -> None:
+    """Process 0 gave up in round 2, and process 1, which was late, has begun rounds 0 and 1."""
+    memory, groups = stores.Memory(), list[agree.ProcessGroup]()
+    for rank in range(2):
+        backend: Any = stores.Backend(rank, stores.MemoryStore(memory), None)
+        groups.append(agree.ProcessGroup(backend, range(2), Deadline(None)))
+    for number in range(3):
+        groups[0].begin("exchange", number)
+        if number < 2:
+            groups[1].begin("exchange", number)
+    groups[0].fail(errors.LoadTimeoutError("timed out"))
+    time.sleep(agree._BEAT)
+    groups[1].begin("exchange", 2)
+    with pytest.raises(errors.ProcessError, match="process 0 failed"):
+        groups[1].begin("exchange", 3)
+
+
 def test_a_store_that_fails_leaves_the_error() -> None:
     store = stores.MemoryStore(stores.Memory())
 

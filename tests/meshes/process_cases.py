@@ -26,7 +26,7 @@ import world
 from calls import as_options
 from conformance import mesh_backend
 from jax.sharding import Mesh, PartitionSpec as P
-from world import at_swap, io_error, kill, press
+from world import at_swap, io_error, kill, press, signalled as signalled_world
 
 import mfload
 from mfload import errors
@@ -172,6 +172,34 @@ def interrupted(world: World) -> None:
     """Ctrl-C in process 1, in the middle of an exchange."""
     with at_swap(world, 1, press):
         world.load(SPECS["columns"], exchange="once", max_host_overhead=MANY_ROUNDS)
+
+
+def signalled(world: World, times: str) -> None:
+    columns = SPECS["columns"]
+    options: dict[str, Any] = {"exchange": "once", "max_host_overhead": MANY_ROUNDS}
+    load = lambda: world.load(columns, **options)  # noqa: E731
+    signalled_world(world, load, lambda: world.check(load()), times)
+
+
+def overtaken(world: World) -> dict[str, Any]:
+    """Process 1 comes to a round late, after the other gave up; both go on to an orderly exit."""
+    timeout, said, pauses = 1.5 if world.rank == 0 else 30.0, "", iter([4.0])
+    try:
+        with world.failing(300_000, lambda: time.sleep(next(pauses, 0.0))):
+            world.load(
+                SPECS["columns"],
+                exchange="once",
+                engine="pread",
+                timeout=timeout,
+                max_host_overhead=MANY_ROUNDS,
+            )
+    except errors.MfloadError as error:
+        said = f"{type(error).__name__}: {error}"
+    world.meet("overtaken")  # The other is here as well: what hangs now hangs to the end.
+    swaps = [each for each in threading.enumerate() if each.name == "mfload-swap"]
+    for each in swaps:
+        each.join(1)
+    return {"said": said, "swapping": sum(each.is_alive() for each in swaps)}
 
 
 def killed_before(world: World) -> None:

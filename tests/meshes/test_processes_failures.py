@@ -68,6 +68,25 @@ def test_what_fails_in_one_fails_in_all_and_the_next_load_works(tmp_path: Path) 
             assert line["live"] == 0, (case, line)
 
 
+def test_ctrl_c_in_an_exchange_leaves_the_group_whole(tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    ended = launching.launch(tmp_path, ["signalled:8"], count=2, devices=2, seconds=90)
+    launching.assert_ended(ended, ["signalled:8"], {})
+
+
+def test_one_that_comes_late_ends_as_the_others_do(tmp_path: Path) -> None:
+    """No collective is under way when the interpreters end: JAX would abort."""
+    model(tmp_path / "model")
+    ended = launching.launch(tmp_path, ["overtaken"], count=2, devices=2, seconds=60)
+    for each in ended:
+        assert each.code == 0, each.log
+        assert each.said["overtaken"]["swapping"] == 0
+    first, second = (each.said["overtaken"]["said"] for each in ended)
+    assert first.startswith("LoadTimeoutError")
+    assert "process 1 did not come to round" in first
+    assert second.startswith("ProcessError: process 0 failed")
+
+
 @pytest.mark.parametrize("case", ["killed_before", "killed_reading", "killed_exchanging"])
 def test_a_killed_process_is_missed_at_once(tmp_path: Path, case: str) -> None:
     model(tmp_path / "model")

@@ -306,6 +306,12 @@ def disk(here: World, exchange: str, after: str) -> None:
         here.load([Shard(1)], exchange=exchange, engine="pread")
 
 
+def signalled(here: World, times: str) -> None:
+    columns = SPECS["columns"]
+    load = lambda: here.load(columns, exchange="once", max_host_overhead=4 << 20)  # noqa: E731
+    world.signalled(here, load, lambda: here.check(load(), columns), times)
+
+
 def killed_reading(here: World) -> None:
     here.load([Shard(0)])
     with here.failing(1 << 18, kill):

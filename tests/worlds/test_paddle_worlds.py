@@ -87,7 +87,7 @@ FAILURES = {
 def test_what_fails_in_one_fails_in_all_and_the_next_load_works(tmp_path: Path) -> None:
     model(tmp_path / "model")
     samples.save(tmp_path / "net.False.safetensors", paddle_cases.stored(turned=False))
-    names = [*FAILURES, "values:columns:once", "late", "after"]
+    names = [*FAILURES, "signalled:6", "values:columns:once", "late", "after"]
     ended = launching.launch(tmp_path, names, count=2, seconds=120, script=SCRIPT)
     for each in ended:
         assert each.code == 0, each.log
@@ -96,7 +96,8 @@ def test_what_fails_in_one_fails_in_all_and_the_next_load_works(tmp_path: Path) 
             assert each.said[case]["error"] == error, each.said[case]
             assert each.said[case]["seconds"] < 5
             assert "into" not in case or "load_into was filling" in each.said[case]["notes"][0]
-    assert [each.said["values:columns:once"]["error"] for each in ended] == [None, None]
+    for name in ("signalled:6", "values:columns:once"):
+        assert [each.said[name]["error"] for each in ended] == [None, None], ended[0].said[name]
     # One that does not come is waited for until the deadline; then the group is out of step.
     assert ended[0].said["late"]["error"] == "LoadTimeoutError"
     assert ended[0].said["late"]["seconds"] < 5

@@ -113,6 +113,12 @@ def test_what_fails_in_one_fails_in_all_and_the_next_load_works(tmp_path: Path) 
     assert "LoadTimeoutError" in {each.said["silent"]["error"] for each in ended}
 
 
+def test_ctrl_c_in_an_exchange_leaves_the_group_whole(tmp_path: Path) -> None:
+    model(tmp_path / "model")
+    ended = launching.launch(tmp_path, ["signalled:8"], count=2, seconds=90, script=SCRIPT)
+    launching.assert_ended(ended, ["signalled:8"], {})
+
+
 @pytest.mark.parametrize("case", ["killed_reading", "killed_exchanging", "left"])
 def test_a_process_that_is_gone_is_missed_at_once(tmp_path: Path, case: str) -> None:
     model(tmp_path / "model")

@@ -534,6 +534,11 @@ def interrupted(here: World) -> None:
         here.load([Shard(1)], exchange="once", max_host_overhead=4 << 20)
 
 
+def signalled(here: World, times: str) -> None:
+    load = lambda: here.load([Shard(1)], exchange="once", max_host_overhead=4 << 20)  # noqa: E731
+    world.signalled(here, load, lambda: here.check(load(), [Shard(1)]), times)
+
+
 def killed_exchanging(here: World) -> None:
     here.load([Shard(0)])
     with at_swap(here, 2, kill):
