@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -318,6 +319,23 @@ def _targets(requests: Requests, ranks: Sequence[int], numbers: Sequence[int]) -
             key = rank, request.dtype.name, request.checked, box_of(request)
             held.setdefault(key, Target(rank, request, key[-1], [])).numbers.append(n)
     return [*held.values()]
+
+
+def encoded(info: TensorInfo) -> list[tuple[Box, int]]:
+    """The boxes and stored bytes of a tensor's pieces, if some must be decoded as a whole."""
+    if info.simple or not any(each.stored and each.stored.encodings for each in info.pieces):
+        return []
+    found: list[tuple[Box, int]] = []
+    for _, _, nbytes, stored in info.pieces:
+        box = tuple((0, length) for length in info.shape)
+        if stored is not None and info.dtype.elements == 1:
+            if stored.flat is not None and box:
+                row, (start, stop) = math.prod(info.shape[1:]), stored.flat
+                box = ((start // row, -(-stop // row)), *box[1:])
+            box = stored.box or box
+        if stored is None or stored.inline is None:
+            found.append((box, nbytes))
+    return found
 
 
 def stored_bytes(requests: Sequence[Request]) -> int:
