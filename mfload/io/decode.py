@@ -57,10 +57,14 @@ def decoded(read: Reader, encoding: Encoding) -> Reader:
 
 
 class _Fetch:
-    """Called as a `Reader`: the bytes of a block as the source holds them, a part at a time."""
+    """Called as a `Reader`: the bytes of a block as the source holds them, a part at a time.
 
-    def __init__(self, block: Block) -> None:
+    They lie in a reader's slot, or in memory of their own if codecs hold on to them for longer.
+    """
+
+    def __init__(self, block: Block, *, own: bool = False) -> None:
         assert block.decode is not None
+        self._own = own
         self._source, self._offset = block.source, block.offset
         self._stop = block.offset + block.nbytes
         self._fetched = block.decode.fetched
@@ -73,8 +77,7 @@ class _Fetch:
         self._using = reader, slot, saw, stopped
 
     def leave(self) -> None:
-        """Keeps the bytes that came, and neither the reader nor its slot."""
-        self._part = memoryview(bytes(self._part))
+        """Lets go of the reader and its slot."""
         del self._using
 
     def __call__(self, most: int) -> Any:
@@ -86,7 +89,8 @@ class _Fetch:
             landed = reader.land(Block(self._source, self._offset, nbytes, ()), slot)
             if saw is not None:
                 saw(self._source, self._offset, landed, stopped)
-            self._part, self._offset = memoryview(landed), self._offset + nbytes
+            self._part = memoryview(bytes(landed) if self._own else landed)
+            self._offset += nbytes
         given, self._part = self._part[:most], self._part[most:]
         return given
 
@@ -111,19 +115,19 @@ class Unfinished:
         share = self._most // max(1, sum(block.decode is not None for block in blocks))
         made: list[Block] = []
         for block in blocks:
-            if block.decode is not None:
+            if (decode := block.decode) is not None:
                 known = begun.get(_piece(block))
                 if known is not None and known[-1] <= block.segments[0].offset:
                     self._begun[_piece(block)] = known
                     block = block._replace(nbytes=0, shared=0)
-                fetched = min(block.decode.fetched, max(PAGE, share))
-                block = block._replace(decode=block.decode._replace(fetched=fetched))
+                fetched = min(decode.fetched, max(PAGE, share))
+                block = block._replace(decode=decode._replace(fetched=fetched))
             made.append(block)
         return tuple(made)
 
     def begun(self, block: Block) -> tuple[_Fetch, Reader | None, int]:
         """What fetches and what decodes the block's piece, and the first byte not decoded yet."""
-        return self._begun.get(_piece(block)) or (_Fetch(block), None, 0)
+        return self._begun.get(_piece(block)) or (_Fetch(block, own=True), None, 0)
 
     def leave(self, block: Block, fetch: _Fetch, read: Reader, end: int) -> None:
         """Keeps these for the next block."""

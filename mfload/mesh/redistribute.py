@@ -26,7 +26,7 @@ import numpy as np
 from mfload import errors
 from mfload.cuda.staging import DEPTH
 from mfload.dtypes import DType
-from mfload.index import Box, TensorInfo
+from mfload.index import Box
 from mfload.io import buffers, pread
 from mfload.load_options import OVERHEAD
 from mfload.loading import execute
@@ -210,7 +210,7 @@ class _Scheduler:
                     of = None
             return _Cut(shared, single, own, shared)
         inner = self._slabs(tensor, whole, groups, self._grain)
-        slabs = [(slab, want, want) for slab, want in inner]
+        slabs: list[_Slab] = [(slab, want, want) for slab, want in inner]
         for slab in slabs:
             if len(slab[1].bytes_of) > 1:
                 shared.append(slab)
@@ -484,7 +484,7 @@ def load(
                 growth = 1 + max(-(-r.dtype.nbytes // r.info.dtype.nbytes) for r in every)
                 pages, costs = pages // (DEPTH * growth) - 3, costs._replace(span=0)
             unfinished = None
-            if any(not request.info.simple for some in wanted.values() for request in some):
+            if loader.index.columns.others:
                 from mfload.io.decode import Unfinished
 
                 pages //= 4  # What is fetched, what is put together, and what is left of both.
