@@ -338,6 +338,20 @@ def encoded(info: TensorInfo) -> list[tuple[Box, int]]:
     return found
 
 
+def backwards(info: TensorInfo) -> bool:
+    """Whether encoded pieces have their elements in another order than C: rows are all over them.
+
+    In an exchange, each process reads what it wants of these, as they can't be sent row by row.
+    """
+    for piece in info.pieces:
+        if (stored := piece.stored) is not None and stored.encodings and stored.strides:
+            box = stored.box or tuple((0, length) for length in info.shape)
+            steps = [s for s, (a, b) in zip(stored.strides, box, strict=False) if b - a > 1]
+            if steps != sorted(steps, reverse=True) or steps[-1:] < [0]:
+                return True
+    return False
+
+
 def stored_bytes(requests: Sequence[Request]) -> int:
     """Bytes of the files that requests want, each part counted once."""
     nbytes = 0

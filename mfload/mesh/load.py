@@ -410,6 +410,10 @@ def exchanged(
         expected = f"{errors.amount(enough, given)} or more, or exchange='never'"
         found = None if given is None else errors.amount(given, given)
         raise errors.MemoryLimitError(base.SMALL, expected=expected, found=found)
+    infos = {i.name: i for some in requests.values() for i, *_ in some if not i.simple}
+    if count := sum(map(base.backwards, infos.values())):
+        what = errors.counted(count, "tensor")
+        why += f"; except {what} with encoded pieces not in C order, read by each that wants them"
     return width, f"every byte is read by one process: {why}"
 
 
@@ -441,7 +445,7 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
     With `rows`, whole rows count that a process wants parts of. Of an encoded piece all bytes do.
     """
     tensors = base.targets(requests)
-    apart, came, total, largest = Counter[int](), Counter[int](), 0, 0
+    apart, came, total, largest, again = Counter[int](), Counter[int](), 0, 0, 0
     alike = Counter(id(each.parts) for each in tensors)
     for info, parts, _ in {id(each.parts): each for each in tensors}.values():
         count, spans, wanted = alike[id(parts)], dict[int, tuple[int, int]](), Counter[int]()
@@ -456,9 +460,14 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
         read = wanted
         if pieces := base.encoded(info):
             read = _taken(info, pieces, parts)
-            nbytes, largest = sum(n for _, n in pieces), max(largest, *(n for _, n in pieces))
+            nbytes = sum(n for _, n in pieces)
         elif rows:
             read = {r: info.nbytes * (b - a) // length for r, (a, b) in spans.items()}
+        if pieces and base.backwards(info):
+            apart.update(read)
+            again += max(read.values())
+            continue
+        largest = max(largest, *(n for _, n in pieces), 0)
         total += count * nbytes
         starts, stops = map(sorted, zip(*spans.values(), strict=True))
         for rank, (start, stop) in spans.items():
@@ -466,7 +475,7 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
             # Those that want parts of the same rows read equal shares of them for each other.
             among = bisect_left(starts, stop) - bisect_right(stops, start)
             came[rank] += count * (wanted[rank] - wanted[rank] // among)
-    share = max(total / len(requests), largest)
+    share = max(total / len(requests), largest) + again
     return max(apart.values(), default=0), share, max(came.values(), default=0)
 
 

@@ -116,12 +116,16 @@ _Group = tuple[Box, list[int]]
 
 
 class _Cut(NamedTuple):
-    """The slabs of tensors that are alike: those that one process wants, and what others share."""
+    """The slabs of tensors that are alike: those that one process wants, and what others share.
+
+    Where it is `fixed`, each process reads what it wants itself.
+    """
 
     slabs: list[_Slab]
     single: Any  # Bytes of slabs that one process alone wants, for each process,
     own: list[_Slab]  # those of the process whose schedule it is,
     shared: list[_Slab]  # and all other slabs.
+    fixed: bool = False
 
 
 def schedule(requests: Requests, width: int, rank: int | None = None) -> Schedule:
@@ -171,9 +175,9 @@ class _Scheduler:
                 cut = cuts[id(tensor.parts)] = self._cut(tensor, pieces)
                 digest.update(repr([box for box, *_ in cut.slabs]).encode())
             self._targets.clear()
-            self._due += nbytes
-            read = self._read + cut.single
-            if (read <= self._due / len(self._ranks) + self._grain)[cut.single > 0].all():
+            self._due += int(cut.single.sum()) if cut.fixed else nbytes
+            read, most = self._read + cut.single, self._due / len(self._ranks) + self._grain
+            if cut.fixed or (read <= most)[cut.single > 0].all():
                 self._read = read
                 for box, want, _ in cut.own:
                     (reader,) = want.bytes_of
@@ -201,6 +205,14 @@ class _Scheduler:
         whole, groups = tuple((0, n) for n in tensor.info.shape), list(by_box.items())
         single = np.zeros(len(self._ranks), np.int64)
         own, shared = list[_Slab](), list[_Slab]()
+        if pieces and base.backwards(tensor.info):
+            for place, rank in enumerate(self._ranks):
+                numbers = [n for n, part in enumerate(tensor.parts) if part.rank == rank]
+                groups = [(tensor.parts[n].box, [n]) for n in numbers]
+                for want in [self._want(tensor, whole, groups)] if groups else ():
+                    single[place] = sum(n for inside, n in pieces if _within(inside, groups))
+                    own += [(whole, want, want)] if self._place in (place, -1) else []
+            return _Cut([], single, own, [], fixed=True)
         if pieces:
             for box, some, mine in _cells(whole, pieces, groups):
                 nbytes = sum(n for inside, n in some if _within(inside, mine))

@@ -252,6 +252,33 @@ def test_columns_of_chunks_are_read_by_those_that_want_them() -> None:
     assert mesh_load.amounts(shards(info, (4, 1), 4), rows=True)[0] == 4000
 
 
+@pytest.mark.parametrize("strides", [(1, 64), (128, -1)])
+def test_encoded_pieces_in_another_order_than_c_are_read_by_each_that_wants_them(
+    strides: tuple[int, ...],
+) -> None:
+    # Their rows are all over the piece: to send some rows, it would be decoded in each round.
+    info, plain = tensor("w", "F32", (64, 128)), tensor("x", "F32", (64, 128), 5000)
+    stored = Stored(strides=strides, encodings=(Encoding("zlib", info.nbytes),))
+    info = info._replace(pieces=(Piece(0, 0, 5000, stored),))
+    requests = {rank: [Request(i, i.dtype) for i in (info, plain)] for rank in range(3)}
+    requests[3] = [Request(plain, plain.dtype)]
+    schedule = redistribute.schedule(requests, 4096)
+    _check_rows(schedule)
+    _agree(requests, 4096)
+    for rank in range(4):
+        mine = [p for p in itertools.chain(*schedule.rounds) if p.target.rank == rank]
+        own = [p for p in mine if p.target.request.info is info]
+        assert [(p.reader, p.box, p.at) for p in own] == [(rank, ((0, 64), (0, 128)), 0)][
+            rank // 3 :
+        ]
+    assert sum(schedule.read.values()) == 3 * 5000 + plain.nbytes
+    assert max(schedule.read.values()) <= sum(schedule.read.values()) / 4 + 8192
+    _, note = mesh_load.exchanged(requests, LoadOptions(exchange="once"), Hosts(), ())
+    assert "except 1 tensor with encoded pieces not in C order" in note
+    most, share, came = mesh_load.amounts({0: requests[0][:1], 1: requests[1][:1]}, rows=True)
+    assert (most, share, came) == (5000, 5000, 0)
+
+
 def _place(whole: Box, box: Box) -> int:
     """The first element of a box among those of another, in C order."""
     at = 0
