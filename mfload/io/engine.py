@@ -259,8 +259,8 @@ def fill(
     memory: list[Any],
     observer: Observer | None,
     protection: AbstractContextManager[object],
-    unfinished: Unfinished | None,
     share: Share,
+    unfinished: Unfinished | None = None,
 ) -> None:
     """Reads blocks into their places in host memory, with a `PreadReader` for each source.
 

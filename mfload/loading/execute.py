@@ -141,7 +141,8 @@ def run(
         direct = trial is not None or any(map(_DIRECT, route.values()))
         own = list(filter(buffers.is_own, memory)) if direct else ()
         protection = buffers.ForkProtection(own) if own else nullcontext()
-        work = partial(fill, open_reader, memory, observer, protection, unfinished)
+        given = open_reader, memory, observer, protection
+        work = partial(fill, *given, unfinished=unfinished)
         rounds.append([(blocks, work, threads)])
     if observer is not None and mapped:
         rounds.append([(mapped, partial(_show, memory, observer), threads)])
