@@ -6,15 +6,14 @@ fetched, what the codecs keep, and the window in which a segment is put together
 
 from __future__ import annotations
 
-import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
-from mfload.io.buffers import WorkerSlot
+from mfload.io.buffers import PAGE, WorkerSlot
 from mfload.io.codecs import CODECS, Reader
 from mfload.io.pread import PreadReader, put
 from mfload.planning.blocks import Block
@@ -57,6 +56,90 @@ def decoded(read: Reader, encoding: Encoding) -> Reader:
     return made
 
 
+class _Fetch:
+    """Called as a `Reader`: the bytes of a block as the source holds them, a part at a time.
+
+    They lie in a reader's slot, or in memory of their own if codecs hold on to them for longer.
+    """
+
+    def __init__(self, block: Block, *, own: bool = False) -> None:
+        assert block.decode is not None
+        self._own = own
+        self._source, self._offset = block.source, block.offset
+        self._stop = block.offset + block.nbytes
+        self._fetched = block.decode.fetched
+        self._part = memoryview(block.decode.inline or b"")
+
+    def use(
+        self, reader: PreadReader, slot: WorkerSlot, saw: Saw | None, stopped: Callable[[], bool]
+    ) -> None:
+        """Has what follows come from a reader, by its slot."""
+        self._using = reader, slot, saw, stopped
+
+    def leave(self) -> None:
+        """Lets go of the reader and its slot."""
+        del self._using
+
+    def __call__(self, most: int) -> Any:
+        if not len(self._part) and self._offset < self._stop:
+            reader, slot, saw, stopped = self._using
+            if stopped():
+                raise errors.SourceError("the load was given up")
+            nbytes = min(self._fetched, self._stop - self._offset)
+            landed = reader.land(Block(self._source, self._offset, nbytes, ()), slot)
+            if saw is not None:
+                saw(self._source, self._offset, landed, stopped)
+            self._part = memoryview(bytes(landed) if self._own else landed)
+            self._offset += nbytes
+        given, self._part = self._part[:most], self._part[most:]
+        return given
+
+
+class Unfinished:
+    """Pieces that are decoded so far, for blocks of the next plan that go on from there.
+
+    Args:
+        most: Bytes to hold of what was fetched and is not decoded yet.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._begun: dict[object, tuple[_Fetch, Reader, int]] = {}
+
+    def resume(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
+        """The blocks of the next plan; those that go on have no bytes of their own to read.
+
+        Forgets the pieces that none of them goes on with.
+        """
+        begun, self._begun = self._begun, {}
+        share = self._most // max(1, sum(block.decode is not None for block in blocks))
+        made: list[Block] = []
+        for block in blocks:
+            if (decode := block.decode) is not None:
+                known = begun.get(_piece(block))
+                if known is not None and known[-1] <= block.segments[0].offset:
+                    self._begun[_piece(block)] = known
+                    block = block._replace(nbytes=0, shared=0)
+                fetched = min(decode.fetched, max(PAGE, share))
+                block = block._replace(decode=decode._replace(fetched=fetched))
+            made.append(block)
+        return tuple(made)
+
+    def begun(self, block: Block) -> tuple[_Fetch, Reader | None, int]:
+        """What fetches and what decodes the block's piece, and the first byte not decoded yet."""
+        return self._begun.get(_piece(block)) or (_Fetch(block, own=True), None, 0)
+
+    def leave(self, block: Block, fetch: _Fetch, read: Reader, end: int) -> None:
+        """Keeps these for the next block."""
+        fetch.leave()
+        self._begun[_piece(block)] = fetch, read, end
+
+
+def _piece(block: Block) -> object:
+    decode = block.decode
+    return decode and (block.source, block.offset, decode.tensor, decode.encodings)
+
+
 def fill(
     block: Block,
     reader: PreadReader,
@@ -65,6 +148,7 @@ def fill(
     window: WorkerSlot,
     saw: Saw | None,
     stopped: Callable[[], bool],
+    unfinished: Unfinished | None = None,
 ) -> None:
     """Decodes a block into its places; `saw` is told of all bytes as they are stored.
 
@@ -72,25 +156,30 @@ def fill(
     it ends with an error soon after `stopped` says that the load was given up.
     """
     assert block.decode is not None
-    tensor, encodings, fetched, length, inline = block.decode
+    tensor, encodings, fetched, length, _ = block.decode
+    fetch, read, end = (_Fetch(block), None, 0) if unfinished is None else unfinished.begun(block)
+    fetch.use(reader, slot, saw, stopped)
     try:
-        fetch: Reader = _fetch(block, reader, slot, saw, stopped)
-        if inline is not None:
-            fetch = io.BytesIO(inline).read
-        read = fetch
-        for encoding in encodings:
-            read = decoded(read, encoding)
-        _scatter(block, read, memory, window.bytes(length) if length else None)
+        if read is None:
+            read = fetch
+            for encoding in encodings:
+                read = decoded(read, encoding)
+        end = _scatter(block, read, memory, window.bytes(length) if length else None, end)
         while saw is not None and len(fetch(fetched)):
             pass
+        if unfinished is not None:
+            unfinished.leave(block, fetch, read, end)
     except (errors.FormatError, errors.FrameworkMissingError) as error:
         error.tensor = tensor
         raise
 
 
-def _scatter(block: Block, read: Reader, memory: list[Any], held: Any) -> None:
-    """Puts segments in their places; `held` is room for the longest that needs it."""
-    start = end = 0  # Which part of what was read is held.
+def _scatter(block: Block, read: Reader, memory: list[Any], held: Any, start: int) -> int:
+    """Puts segments in their places, and returns the end of what was read, from `start` on.
+
+    `held` is room for the longest that needs it.
+    """
+    end = start  # Which part of what was read is held.
     after = [each.offset for each in block.segments[1:]]
     for segment, following in zip(block.segments, [*after, sys.maxsize], strict=True):
         offset, nbytes, buffer, at, copy = segment
@@ -110,38 +199,10 @@ def _scatter(block: Block, read: Reader, memory: list[Any], held: Any) -> None:
         end = max(end, stop)
         put(held, segment, memory[buffer], at)
     assert block.decode is not None
-    for _, nbytes, start, _ in block.decode.encodings[-1:]:
-        if start + end == nbytes:
+    for _, nbytes, first, _ in block.decode.encodings[-1:]:
+        if first + end == nbytes:
             read(1)  # Raises if anything follows.
-
-
-def _fetch(
-    block: Block,
-    reader: PreadReader,
-    slot: WorkerSlot,
-    saw: Saw | None,
-    stopped: Callable[[], bool],
-) -> Reader:
-    """The bytes of a block as the source holds them, fetched a part at a time."""
-    offset, stop = block.offset, block.offset + block.nbytes
-    part: Any = memoryview(b"")
-    assert block.decode is not None
-    fetched = block.decode.fetched
-
-    def read(most: int) -> Any:
-        nonlocal offset, part
-        if not len(part) and offset < stop:
-            if stopped():
-                raise errors.SourceError("the load was given up")
-            nbytes = min(fetched, stop - offset)
-            landed = reader.land(Block(block.source, offset, nbytes, ()), slot)
-            if saw is not None:
-                saw(block.source, offset, landed, stopped)
-            part, offset = memoryview(landed), offset + nbytes
-        given, part = part[:most], part[most:]
-        return given
-
-    return read
+    return end
 
 
 def _skip(read: Reader, nbytes: int) -> None:

@@ -24,6 +24,7 @@ from mfload.runtime import Deadline
 if TYPE_CHECKING:
     import threading
 
+    from mfload.io.decode import Unfinished
     from mfload.io.threads import Running, Start
     from mfload.io.trial import Trial
     from mfload.timeline import Recorder, Track
@@ -259,10 +260,12 @@ def fill(
     observer: Observer | None,
     protection: AbstractContextManager[object],
     share: Share,
+    unfinished: Unfinished | None = None,
 ) -> None:
     """Reads blocks into their places in host memory, with a `PreadReader` for each source.
 
-    `protection` is a `ForkProtection` of the buffers that a disk writes to.
+    `protection` is a `ForkProtection` of the buffers that a disk writes to; of encoded blocks, some
+    go on with what is `unfinished`.
     """
     slot, window, reader, source = WorkerSlot(), WorkerSlot(), None, -1
     saw, track = None if observer is None else observer.saw, share.track
@@ -280,7 +283,8 @@ def fill(
                 if block.decode is not None:
                     from mfload.io import decode  # Late: raw tensors do without.
 
-                    decode.fill(block, reader, memory, slot, window, saw, share.stopped)
+                    given = memory, slot, window, saw, share.stopped, unfinished
+                    decode.fill(block, reader, *given)
                     if track is not None:
                         track.mark("decode", block.filled, source)
                     share.done(block)

@@ -22,6 +22,7 @@ from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
+    from mfload.io.decode import Unfinished
     from mfload.io.threads import Start
     from mfload.io.trial import Trial
     from mfload.timeline import Recorder
@@ -74,6 +75,7 @@ def run(
     start: Start | None = None,
     allocate: Callable[[], object] | None = None,
     trial: Trial | None = None,
+    unfinished: Unfinished | None = None,
 ) -> tuple[tuple[str, ...], int]:
     """Fills the buffers of a plan; returns notes, as on a fall-back, and how many threads read.
 
@@ -81,7 +83,8 @@ def run(
     that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
     `staging` has the slots of what lands on devices. `recorder` records what threads do, and
     `start` gives them. `allocate` puts the buffers into `memory`, while readers fill slots. `trial`
-    says how many of the threads read cold files, and by which way. If bytes can't be read or the
+    says how many of the threads read cold files, and by which way. `unfinished` are encoded pieces
+    that other plans began, or go on with. If bytes can't be read or the
     files change, the readers are stopped and SourceError is raised.
     """
     notes: list[str] = []
@@ -138,7 +141,8 @@ def run(
         direct = trial is not None or any(map(_DIRECT, route.values()))
         own = list(filter(buffers.is_own, memory)) if direct else ()
         protection = buffers.ForkProtection(own) if own else nullcontext()
-        work = partial(fill, open_reader, memory, observer, protection)
+        given = open_reader, memory, observer, protection
+        work = partial(fill, *given, unfinished=unfinished)
         rounds.append([(blocks, work, threads)])
     if observer is not None and mapped:
         rounds.append([(mapped, partial(_show, memory, observer), threads)])

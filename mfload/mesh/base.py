@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -318,6 +319,37 @@ def _targets(requests: Requests, ranks: Sequence[int], numbers: Sequence[int]) -
             key = rank, request.dtype.name, request.checked, box_of(request)
             held.setdefault(key, Target(rank, request, key[-1], [])).numbers.append(n)
     return [*held.values()]
+
+
+def encoded(info: TensorInfo) -> list[tuple[Box, int]]:
+    """The boxes and stored bytes of a tensor's pieces, if some must be decoded as a whole."""
+    if info.simple or not any(each.stored and each.stored.encodings for each in info.pieces):
+        return []
+    found: list[tuple[Box, int]] = []
+    for _, _, nbytes, stored in info.pieces:
+        box = tuple((0, length) for length in info.shape)
+        if stored is not None and info.dtype.elements == 1:
+            if stored.flat is not None and box:
+                row, (start, stop) = math.prod(info.shape[1:]), stored.flat
+                box = ((start // row, -(-stop // row)), *box[1:])
+            box = stored.box or box
+        if stored is None or stored.inline is None:
+            found.append((box, nbytes))
+    return found
+
+
+def backwards(info: TensorInfo) -> bool:
+    """Whether encoded pieces have their elements in another order than C: rows are all over them.
+
+    In an exchange, each process reads what it wants of these, as they can't be sent row by row.
+    """
+    for piece in info.pieces:
+        if (stored := piece.stored) is not None and stored.encodings and stored.strides:
+            box = stored.box or tuple((0, length) for length in info.shape)
+            steps = [s for s, (a, b) in zip(stored.strides, box, strict=False) if b - a > 1]
+            if steps != sorted(steps, reverse=True) or steps[-1:] < [0]:
+                return True
+    return False
 
 
 def stored_bytes(requests: Sequence[Request]) -> int:

@@ -15,8 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from mfload import errors
-from mfload.index import Index, TensorInfo
+from mfload.index import Box, Index, TensorInfo
 from mfload.io.engine import Observer
 from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import session
@@ -408,6 +410,10 @@ def exchanged(
         expected = f"{errors.amount(enough, given)} or more, or exchange='never'"
         found = None if given is None else errors.amount(given, given)
         raise errors.MemoryLimitError(base.SMALL, expected=expected, found=found)
+    infos = {i.name: i for some in requests.values() for i, *_ in some if not i.simple}
+    if count := sum(map(base.backwards, infos.values())):
+        what = errors.counted(count, "tensor")
+        why += f"; except {what} with encoded pieces not in C order, read by each that wants them"
     return width, f"every byte is read by one process: {why}"
 
 
@@ -436,13 +442,14 @@ def _remote(sources: Sequence[Source]) -> bool:
 def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
     """Bytes that a process reads by itself at most, and once read by one: its share, what comes.
 
-    With `rows`, whole rows count that a process wants parts of.
+    With `rows`, whole rows count that a process wants parts of. Of an encoded piece all bytes do.
     """
     tensors = base.targets(requests)
-    apart, came = Counter[int](), Counter[int]()
+    apart, came, total, largest, again = Counter[int](), Counter[int](), 0, 0, 0
     alike = Counter(id(each.parts) for each in tensors)
     for info, parts, _ in {id(each.parts): each for each in tensors}.values():
         count, spans, wanted = alike[id(parts)], dict[int, tuple[int, int]](), Counter[int]()
+        nbytes = info.nbytes
         dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
         length = 1 if dim is None else info.shape[dim]
         for rank, _, box, _ in parts:
@@ -450,15 +457,40 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
             first, last = spans.get(rank, (start, stop))
             spans[rank] = min(first, start), max(last, stop)
             wanted[rank] += info.dtype.size_of(shape_of(box)) or 0
+        read = wanted
+        if pieces := base.encoded(info):
+            read = _taken(info, pieces, parts)
+            nbytes = sum(n for _, n in pieces)
+        elif rows:
+            read = {r: info.nbytes * (b - a) // length for r, (a, b) in spans.items()}
+        if pieces and base.backwards(info):
+            apart.update(read)
+            again += max(read.values())
+            continue
+        largest = max(largest, *(n for _, n in pieces), 0)
+        total += count * nbytes
         starts, stops = map(sorted, zip(*spans.values(), strict=True))
         for rank, (start, stop) in spans.items():
-            read = info.nbytes * (stop - start) // length if rows else wanted[rank]
-            apart[rank] += count * read
+            apart[rank] += count * read[rank]
             # Those that want parts of the same rows read equal shares of them for each other.
             among = bisect_left(starts, stop) - bisect_right(stops, start)
             came[rank] += count * (wanted[rank] - wanted[rank] // among)
-    share = sum(each.info.nbytes for each in tensors) / len(requests)
+    share = max(total / len(requests), largest) + again
     return max(apart.values(), default=0), share, max(came.values(), default=0)
+
+
+def _taken(
+    info: TensorInfo, pieces: Sequence[tuple[Box, int]], parts: Iterable[base.Target]
+) -> Counter[int]:
+    """Stored bytes of the pieces that each process wants parts of."""
+    boxes = np.array([box for box, _ in pieces]).reshape(len(pieces), len(info.shape), 2)
+    hit: dict[int, Any] = {}
+    for rank, _, box, _ in parts:
+        first, stop = np.array(box).reshape(-1, 2).T
+        found = ((boxes[..., 0] < stop) & (boxes[..., 1] > first)).all(1)
+        hit[rank] = hit.get(rank, False) | found
+    sizes = np.array([nbytes for _, nbytes in pieces])
+    return Counter({rank: int(sizes[found].sum()) for rank, found in hit.items()})
 
 
 def preview(

@@ -13,10 +13,11 @@ import itertools
 import json
 import math
 import struct
+import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,7 +26,7 @@ import numpy as np
 from mfload import errors
 from mfload.cuda.staging import DEPTH
 from mfload.dtypes import DType
-from mfload.index import Box, TensorInfo
+from mfload.index import Box
 from mfload.io import buffers, pread
 from mfload.load_options import OVERHEAD
 from mfload.loading import execute
@@ -74,7 +75,8 @@ class Schedule(NamedTuple):
 
     ranks: tuple[int, ...]
     width: int  # Bytes from each process to each in a round.
-    # What this process reads or gets. What stays with its reader is in the first.
+    # What this process reads or gets. What stays with its reader is in the first, except of what
+    # is encoded: that is in the order of its pieces.
     rounds: list[list[Parcel]]
     read: Mapping[int, int]  # Bytes that each process reads.
     travels: bool  # Whether a process gets anything from another.
@@ -104,19 +106,26 @@ class _Want(NamedTuple):
     small: int  # and the most bytes of others.
 
 
-# A box of a tensor that one process reads, with what is wanted of it.
-_Slab = tuple[Box, _Want]
+# A box of a tensor that one process reads, with what is wanted of it, and of all that this process
+# reads with it: None if the slab before has said that.
+_Slab = tuple[Box, _Want, _Want | None]
+_Inner = tuple[Box, _Want]
+_Piece = tuple[Box, int]  # Of a tensor that is encoded, with its bytes in the file.
 # The part of a tensor that some targets want, by their numbers.
 _Group = tuple[Box, list[int]]
 
 
 class _Cut(NamedTuple):
-    """The slabs of tensors that are alike: those that one process wants, and what others share."""
+    """The slabs of tensors that are alike: those that one process wants, and what others share.
+
+    Where it is `fixed`, each process reads what it wants itself.
+    """
 
     slabs: list[_Slab]
     single: Any  # Bytes of slabs that one process alone wants, for each process,
     own: list[_Slab]  # those of the process whose schedule it is,
     shared: list[_Slab]  # and all other slabs.
+    fixed: bool = False
 
 
 def schedule(requests: Requests, width: int, rank: int | None = None) -> Schedule:
@@ -136,7 +145,10 @@ class _Scheduler:
         self._places = {each: n for n, each in enumerate(self._ranks)}
         self._place = -1 if rank is None else self._places[rank]
         self._tensors = base.targets(requests)
-        total = sum(each.info.nbytes for each in self._tensors)
+        self._pieces = [base.encoded(each.info) for each in self._tensors]
+        sizes = [sum(nbytes for _, nbytes in pieces) for pieces in self._pieces]
+        self._sizes = [n or each.info.nbytes for n, each in zip(sizes, self._tensors, strict=True)]
+        total = sum(self._sizes)
         self._grain = max(_LEAST, total // min(_EVEN * count, max(_SLABS, count)))
         self._room, self._due, self._last = width - ALIGNMENT, 0, 0
         self._rounds: list[list[Parcel]] = [[]]
@@ -157,27 +169,28 @@ class _Scheduler:
         cuts: dict[int, _Cut] = {}
         constants = ALIGNMENT, ALONE, _ROW, _HEADER.format, self._ranks, self._width
         digest = hashlib.sha256(repr(constants).encode())
-        for tensor in self._tensors:
+        for tensor, pieces, nbytes in zip(self._tensors, self._pieces, self._sizes, strict=True):
             cut = cuts.get(id(tensor.parts))
             if cut is None:
-                cut = cuts[id(tensor.parts)] = self._cut(tensor)
-                digest.update(repr([box for box, _ in cut.slabs]).encode())
+                cut = cuts[id(tensor.parts)] = self._cut(tensor, pieces)
+                digest.update(repr([box for box, *_ in cut.slabs]).encode())
             self._targets.clear()
-            self._due += tensor.info.nbytes
-            read = self._read + cut.single
-            if (read <= self._due / len(self._ranks) + self._grain)[cut.single > 0].all():
+            self._due += int(cut.single.sum()) if cut.fixed else nbytes
+            read, most = self._read + cut.single, self._due / len(self._ranks) + self._grain
+            if cut.fixed or (read <= most)[cut.single > 0].all():
                 self._read = read
-                for box, want in cut.own:
+                for box, want, _ in cut.own:
                     (reader,) = want.bytes_of
                     self._parcels(tensor, box, want, reader, 0)
                 slabs = cut.shared
             else:
                 slabs = cut.slabs
-            for box, want in slabs:
-                reader = self._reader(want)
-                self._read[reader] += want.nbytes
-                self._last = reader
-                number = self._round(want, reader)
+            for box, want, of in slabs:
+                if of is not None:
+                    self._last = self._reader(of)
+                    self._read[self._last] += of.nbytes
+                reader = self._last
+                number = self._round(want, reader, self._current[reader] if pieces else 0)
                 self._trace += (reader, number)
                 self._parcels(tensor, box, want, reader, number)
         digest.update(np.array(self._trace, np.int64).tobytes())
@@ -185,13 +198,31 @@ class _Scheduler:
         common = self._travels, self._most, self._front, digest.hexdigest()[:32]
         return Schedule(self._ranks, self._width, self._rounds, read, *common)
 
-    def _cut(self, tensor: base.Wanted) -> _Cut:
+    def _cut(self, tensor: base.Wanted, pieces: Sequence[_Piece]) -> _Cut:
         by_box: dict[Box, list[int]] = {}
         for number, part in enumerate(tensor.parts):
             by_box.setdefault(part.box, []).append(number)
-        slabs = self._slabs(tensor, _whole(tensor.info), list(by_box.items()))
+        whole, groups = tuple((0, n) for n in tensor.info.shape), list(by_box.items())
         single = np.zeros(len(self._ranks), np.int64)
         own, shared = list[_Slab](), list[_Slab]()
+        if pieces and base.backwards(tensor.info):
+            for place, rank in enumerate(self._ranks):
+                numbers = [n for n, part in enumerate(tensor.parts) if part.rank == rank]
+                groups = [(tensor.parts[n].box, [n]) for n in numbers]
+                for want in [self._want(tensor, whole, groups)] if groups else ():
+                    single[place] = sum(n for inside, n in pieces if _within(inside, groups))
+                    own += [(whole, want, want)] if self._place in (place, -1) else []
+            return _Cut([], single, own, [], fixed=True)
+        if pieces:
+            for box, some, mine in _cells(whole, pieces, groups):
+                nbytes = sum(n for inside, n in some if _within(inside, mine))
+                of = self._want(tensor, box, _within(box, mine))._replace(nbytes=nbytes)
+                for slab, want in self._slabs(tensor, box, mine, sys.maxsize):
+                    shared.append((slab, want, of))
+                    of = None
+            return _Cut(shared, single, own, shared)
+        inner = self._slabs(tensor, whole, groups, self._grain)
+        slabs: list[_Slab] = [(slab, want, want) for slab, want in inner]
         for slab in slabs:
             if len(slab[1].bytes_of) > 1:
                 shared.append(slab)
@@ -215,17 +246,17 @@ class _Scheduler:
             return reader
         ready = np.flatnonzero(read <= limit)
         if not ready.size:
-            ready = np.arange(len(read))
+            ready = np.flatnonzero(read == read.min())
         wanted = np.zeros(len(read), np.int64)
         wanted[want.ranks] = want.amounts
         wanted = wanted[ready]
         best = ready[wanted == wanted.max()]
         return self._last if self._last in best else int(best[read[best].argmin()])
 
-    def _round(self, want: _Want, reader: int) -> int:
-        """The round in which a slab travels, if any of it does: the reader's next with room."""
+    def _round(self, want: _Want, reader: int, stays: int) -> int:
+        """The round in which a slab travels: the reader's next with room. `stays` if none does."""
         if [*want.bytes_of] == [reader]:
-            return 0
+            return stays
         self._travels, row = True, self._full[reader]
         filled = row.take(want.ranks) + want.amounts
         if filled.max() > self._room:
@@ -305,15 +336,16 @@ class _Scheduler:
         highest = max(alone.values(), default=0), max(small.values(), default=0)
         return _Want(nbytes, wanted, most, ranks, amounts, best, parts, *highest)
 
-    def _slabs(self, tensor: base.Wanted, slab: Box, groups: Sequence[_Group]) -> list[_Slab]:
+    def _slabs(
+        self, tensor: base.Wanted, slab: Box, groups: Sequence[_Group], grain: int
+    ) -> list[_Inner]:
         """Cuts a box of a tensor in file order into slabs; `groups` want it.
 
         A slab has at most `grain` bytes, of which a process wants at most `room`: a run of rows of
         one dim at one place in all dims before it. So the part of it that a box holds is one
         stretch of it.
         """
-        common = ((intersection(slab, box), some) for box, some in groups)
-        groups = [(box, some) for box, some in common if box is not None]
+        groups = _within(slab, groups)
         if not groups:
             return []
         info, want = tensor.info, self._want(tensor, slab, groups)
@@ -325,7 +357,7 @@ class _Scheduler:
         cuts, ends = list[int](), list[int]()
         if dim is not None:
             (start, stop), unit = slab[dim], units[dim]
-            count = max(-(-want.nbytes // self._grain), -(-want.most // self._room))
+            count = max(-(-want.nbytes // grain), -(-want.most // self._room))
             step = max(1, (stop - start) // (count * unit)) * unit
             cuts = [*range(start, stop, step), stop]
             ends = sorted({start, stop, *(end for box, _ in groups for end in box[dim])})
@@ -341,15 +373,16 @@ class _Scheduler:
             first, last = group[0][dim]
             for n in range(bisect_right(cuts, first) - 1, bisect_left(cuts, last)):
                 within[n].append(group)
-        made: list[_Slab] = []
-        known: dict[int, tuple[int, list[_Slab]]] = {}
+        made: list[_Inner] = []
+        known: dict[int, tuple[int, list[_Inner]]] = {}
         for (start, stop), some in zip(itertools.pairwise(cuts), within, strict=True):
             # Where no part ends in between, runs of as many rows are cut alike.
             first, below = (
                 known.get(stop - start, (start, None)) if len(ends) < 3 else (start, None)
             )
             if below is None:
-                below = self._slabs(tensor, (*slab[:dim], (start, stop), *slab[dim + 1 :]), some)
+                cut = (*slab[:dim], (start, stop), *slab[dim + 1 :])
+                below = self._slabs(tensor, cut, some, grain)
                 known[stop - start] = start, below
             for box, inner in below:
                 a, b = box[dim]
@@ -358,8 +391,41 @@ class _Scheduler:
         return made
 
 
-def _whole(info: TensorInfo) -> Box:
-    return tuple((0, length) for length in info.shape)
+def _within(slab: Box, groups: Sequence[_Group]) -> list[_Group]:
+    common = ((intersection(slab, box), some) for box, some in groups)
+    return [(box, some) for box, some in common if box is not None]
+
+
+def _cells(
+    cell: Box, pieces: Sequence[_Piece], groups: Sequence[_Group], dim: int = 0
+) -> Iterator[tuple[Box, Sequence[_Piece], Sequence[_Group]]]:
+    """Cuts a box into boxes that no encoded piece reaches out of, each with its pieces and groups.
+
+    Nor does a part that is wanted, in dims where what is cut off would be several stretches of it.
+    """
+    if not groups:
+        return
+    if dim == len(cell):
+        yield cell, pieces, groups
+        return
+    whole = [box[dim] for box, _ in pieces]
+    if any(stop - start > 1 for start, stop in cell[:dim]):
+        whole += [box[dim] for box, _ in groups]
+    cuts, reach = [cell[dim][0]], cell[dim][0]
+    for start, stop in sorted(whole):
+        if start >= reach and start > cuts[-1]:
+            cuts.append(start)
+        reach = max(reach, stop)
+    cuts.append(cell[dim][1])
+    inside: list[tuple[list[_Piece], list[_Group]]] = [([], []) for _ in cuts[1:]]
+    for piece in pieces:
+        inside[bisect_right(cuts, piece[0][dim][0]) - 1][0].append(piece)
+    for group in groups:
+        first, last = group[0][dim]
+        for n in range(bisect_right(cuts, first) - 1, bisect_left(cuts, last)):
+            inside[n][1].append(group)
+    for pair, (some, mine) in zip(itertools.pairwise(cuts), inside, strict=True):
+        yield from _cells((*cell[:dim], pair, *cell[dim + 1 :]), some, mine, dim + 1)
 
 
 def batches(requests: Requests, limit: float) -> list[dict[int, list[int]]]:
@@ -429,6 +495,12 @@ def load(
                 every = itertools.chain.from_iterable(requests.values())
                 growth = 1 + max(-(-r.dtype.nbytes // r.info.dtype.nbytes) for r in every)
                 pages, costs = pages // (DEPTH * growth) - 3, costs._replace(span=0)
+            unfinished = None
+            if loader.index.columns.others:
+                from mfload.io.decode import Unfinished
+
+                pages //= 4  # What is fetched, what is put together, and what is left of both.
+                unfinished = Unfinished(threads * pages * buffers.PAGE)
             block = max(buffers.PAGE, min(costs.block, pages * buffers.PAGE))
             # What lies between parts is mostly for another process to read.
             costs = costs._replace(block=block, merge_gap=buffers.PAGE, row_gap=None)
@@ -437,11 +509,15 @@ def load(
 
             def read(some: Sequence[Request], given: Any, there: list[Any]) -> None:
                 specs = [BufferSpec(array.nbytes) for array in there]
-                plans.append(make_plan(some, costs=costs, given=given, specs=specs))
+                plan = make_plan(some, costs=costs, given=given, specs=specs)
+                if unfinished is not None:
+                    plan = plan._replace(blocks=unfinished.resume(plan.blocks))
+                plans.append(plan)
                 slots = None if link.device is None else _slots(plans[-1], there, block)
                 # Of a copy, as a failure empties the list: this process takes part further.
                 held = [*there]
-                more, _ = execute_run(plans[-1], held, sources, session.route, staging=slots)
+                given = plan, held, sources, session.route
+                more, _ = execute_run(*given, staging=slots, unfinished=unfinished)
                 notes.extend(more)
 
             def ahead(some: Sequence[Request]) -> None:

@@ -95,6 +95,30 @@ def values(world: World, name: str, exchange: str, **options: Any) -> dict[str, 
     }
 
 
+def compressed(world: World, name: str, exchange: str, overhead: str = "") -> dict[str, Any]:
+    """Compares this process's shards of a compressed checkpoint with what was saved."""
+    report, held = mfload.Report(), safetensors.numpy.load_file(world.directory / "held")
+    with world.counted():
+        arrays = mfload.load(
+            world.directory / "compressed",
+            framework="jax",
+            mesh=world.mesh,
+            shardings=[("^t", SPECS[name])],
+            report=report,
+            options=mfload.Options(
+                exchange=exchange,  # type: ignore[arg-type]
+                max_host_overhead=int(overhead) if overhead else None,
+            ),
+        )
+    assert set(arrays) == set(held)
+    for key, array in arrays.items():
+        for shard in array.addressable_shards:
+            assert np.asarray(shard.data).tobytes() == held[key][shard.index].tobytes(), key
+    del array, shard
+    arrays.clear()
+    return {"counted": world.read, "read_bytes": report.read_bytes, "notes": report.notes}
+
+
 def damaged(world: World) -> None:
     path = world.own()
     if world.rank == 1:
