@@ -6,6 +6,7 @@ The rules, without a network: `mfload.peer.planner_http` serves them over HTTP, 
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
 import secrets
@@ -32,7 +33,11 @@ RETRY = 5.0
 ID = re.compile(r"[0-9a-f]{32}")
 """Of incarnations and tickets."""
 
+RUN = 30 * 24 * 3600.0
+"""Seconds that a run without seeds is known in etcd."""
+
 _MOST_SEEDS = 10_000
+_MOST_RUNS = 20_000
 _PROBES = 16  # Looks at once: one that hangs holds up the others.
 _NUMBERS = {"generation", "size", "part", "parts", "max_readers"}
 
@@ -130,8 +135,9 @@ def choose(
     """The seeds that a reader is sent to; none if parts are missing, None if all are busy.
 
     They have one revision and one run: the one that `began` last, as the planner saw it, of those
-    of which all parts are there. Of it they have the newest such generation. For each part it is the seed on the reader's machine, if there is one, that has the fewest readers for what
-    it can take.
+    of which all parts are there. Of it they have the newest such generation. For each part it is
+    the seed on the reader's machine, if there is one, that has the fewest readers for what it can
+    take.
     """
     groups: dict[tuple[_Age, int, str], dict[int, list[SeedRecord]]] = {}
     for each in records:
@@ -184,8 +190,10 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seeds: dict[str, _Known] = {}
-        # When each run was seen first; it is known as long as one of its seeds.
-        self._began: dict[str, float] = {}
+        # Runs in the order in which they were seen first. One without seeds stays: who loaded it
+        # may publish it again.
+        self._began: dict[str, int] = {}
+        self._runs = itertools.count()
         self._lock = threading.Lock()
         self._probe, self._clock = probe, clock
 
@@ -204,7 +212,7 @@ class Registry:
             if record.generation >= known.record.generation:
                 known.record = record
             known.until = self._clock() + LEASE
-            self._began.setdefault(record.run, self._clock())
+            self._remember(record.run)
 
     def leave(self, record: SeedRecord) -> None:
         """See `Planner`."""
@@ -269,6 +277,14 @@ class Registry:
 
         sources.at_once(look, looked, _PROBES)
 
+    def _remember(self, run: str) -> None:
+        if run not in self._began:
+            self._began[run] = next(self._runs)
+        if len(self._began) > _MOST_RUNS:
+            held = {each.record.run for each in self._seeds.values()}
+            for gone in [each for each in self._began if each not in held][: _MOST_RUNS // 2]:
+                del self._began[gone]
+
     def _due(self, known: _Known) -> bool:
         return not known.well and known.rests <= self._clock()
 
@@ -276,8 +292,6 @@ class Registry:
         now = self._clock()
         for key in [key for key, each in self._seeds.items() if each.until < now]:
             del self._seeds[key]
-        runs = {each.record.run for each in self._seeds.values()}
-        self._began = {run: when for run, when in self._began.items() if run in runs}
         for each in self._seeds.values():
             for key in [key for key, until in each.tickets.items() if until < now]:
                 del each.tickets[key]

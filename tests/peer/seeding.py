@@ -71,8 +71,9 @@ def weights(generation: int = 0, count: int = 24, side: int = 512) -> dict[str, 
 
 
 def publish(arrays: Mapping[str, Any], **more: Any) -> Any:
-    """A seed in this process."""
-    return mfload.publish(rows(arrays), model=MODEL, revision="main", **more)
+    """A seed in this process; all are of one run."""
+    given = {"model": MODEL, "revision": "main", "run": "one", **more}
+    return mfload.publish(rows(arrays), **given)
 
 
 class SeedProcess:

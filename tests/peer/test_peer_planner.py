@@ -60,23 +60,34 @@ def test_runs_are_not_mixed() -> None:
 
 
 def test_a_run_began_when_the_planner_saw_it() -> None:
-    """A reader that publishes an old run again makes it no newer; a run that is gone is forgotten."""
-    now = [0.0]
-    registry = Registry(clock=lambda: now[0])
+    """A reader that publishes an old run again makes it no newer, not even when it was gone."""
+    clock = _Clock()
+    registry = Registry(clock=clock)
     registry.register(_record(1, run="old", generation=3))
-    now[0] = 1.0
     registry.register(_record(2, run="new"))
-    now[0] = 2.0
-    registry.register(_record(3, run="old", generation=3))
+    registry.register(_record(3, run="old", generation=4))
     assert _numbers(registry.take("org/name", None, "here").seeds) == [2]
     registry.leave(_record(2, run="new"))
-    registry.leave(_record(1, run="old"))
     assert _numbers(registry.take("org/name", None, "here").seeds) == [3]
-    registry.leave(_record(3, run="old"))
-    registry.register(_record(4, run="other"))
-    now[0] = 3.0
-    registry.register(_record(5, run="old"))
-    assert _numbers(registry.take("org/name", None, "here").seeds) == [5]
+    clock.now += 2 * planning.LEASE  # All are forgotten.
+    registry.register(_record(4, run="newest"))
+    registry.register(_record(5, run="old", generation=(1 << 62) - 1))
+    registry.register(_record(6, run="new", generation=7))
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [4]
+
+
+def test_a_planner_remembers_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those without seeds, the oldest are forgotten."""
+    monkeypatch.setattr(planning, "_MOST_RUNS", 4)
+    registry = Registry()
+    registry.register(_record(0, run="held"))
+    for n in range(1, 20):
+        registry.register(_record(n, run=f"r{n}"))
+        registry.leave(_record(n, run=f"r{n}"))
+        assert len(registry._began) <= 4
+    registry.register(_record(20, run="r19"))
+    registry.register(_record(21, run="held"))
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [20]
 
 
 def _numbers(found: Any) -> list[int]:
@@ -279,7 +290,7 @@ def test_a_load_that_publishes_becomes_a_seed(planner: PlannerServer) -> None:
 
 def test_several_parts_are_one_load(planner: PlannerServer) -> None:
     """Processes that hold a tensor each are handed out together."""
-    given: dict[str, Any] = {"model": "org/parts", "planner": planner.url}
+    given: dict[str, Any] = {"model": "org/parts", "planner": planner.url, "run": "job"}
     seeds = [
         mfload.publish({name: each}, part=(n, 2), **given)
         for n, (name, each) in enumerate(ARRAYS.items())
@@ -543,7 +554,7 @@ def test_records_of_etcd_that_are_malformed_hide_no_others(
     monkeypatch.setattr(planner, "_ask", ask)
     planner.register(_record(1))
     planner.register(_record(1))
-    assert asked.count("lease/grant") == 2
+    assert asked.count("lease/grant") == 4  # Of the seed and of its run.
     ticket = planner.take("org/name", None, "here")
     assert ticket is not None
     assert ticket.seeds == (_record(1),)
