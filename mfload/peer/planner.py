@@ -229,10 +229,13 @@ class Registry:
                 if each.record.model == model and revision in (None, each.record.revision)
             ]
             readers = {each.record.incarnation: len(each.tickets) for each in there}
-            well = (each.record for each in there if each.well)
+            well = [each.record for each in there if each.well]
             found = choose(well, readers, host, self._began)
-            if found is None or (not found and any(each.well is None for each in there)):
-                return None  # Busy, or not looked at yet.
+            new = [each.record for each in there if each.well is None]
+            newer = choose([*well, *new], {}, host, self._began) if new else ()
+            age = self._began[newer[0].run] if newer else -1
+            if found is None or (newer and (not found or age > self._began[found[0].run])):
+                return None  # Busy, or of a newer run that is not looked at yet.
             ticket = Ticket(secrets.token_hex(16), tuple(found))
             for each in found:
                 self._seeds[each.incarnation].tickets[ticket.id] = self._clock() + TICKET

@@ -455,7 +455,8 @@ def publish(
 def _run(model: str, revision: str, parts: int) -> str:
     """The run of a seed that is told none: drawn here, or by the first of its process group."""
     for each in seeds():
-        if each.run in _drawn and (each.model, each.revision) == (model, revision):
+        mine = each.run in _drawn and each not in _loaded
+        if mine and (each.model, each.revision) == (model, revision):
             return each.run
     run, name = secrets.token_hex(16), f"{model}@{revision}"
     stores = (

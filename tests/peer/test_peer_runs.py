@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import socket
@@ -137,7 +138,8 @@ class TestReplicas:
             for theirs in ({key: others[key] for key in arrays}, {name: others[name]}):
                 with publish(arrays) as one, publish(theirs) as two:
                     url = f"peer://{one.address},{two.address}/{one.model}"
-                    if name != "t3" or len(theirs) > 1:
+                    # Alone, a large one lies on other blocks.
+                    if name not in ("t2", "t3") or len(theirs) > 1:
                         with pytest.raises(errors.CheckpointError, match="hold other bytes") as e:
                             mfload.load(url, "numpy")
                         assert f"{name}: peer://{two.address} has other bytes" in str(e.value)
@@ -249,7 +251,8 @@ sys.stdin.read()
 @pytest.mark.parametrize("kind", ["torch", "jax"])
 def test_processes_of_a_group_share_a_run(kind: str) -> None:
     """Of each model that they publish; what they publish anew is of another."""
-    pytest.importorskip(kind)
+    if importlib.util.find_spec(kind) is None:
+        pytest.skip(f"{kind} is not installed")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
@@ -257,9 +260,14 @@ def test_processes_of_a_group_share_a_run(kind: str) -> None:
         subprocess.Popen([sys.executable, "-c", GROUP, str(rank), str(port), kind], **given)
         for rank in range(2)
     ]
-    said = [json.loads(each.stdout.readline()) for each in made]  # pyright: ignore
-    for each in made:
-        each.communicate(timeout=60)
+    try:
+        said = [json.loads(each.stdout.readline()) for each in made]  # pyright: ignore
+    finally:
+        for each in made:
+            each.stdin.close()  # pyright: ignore
+        for each in made:
+            each.wait(60)
+            each.stdout.close()  # pyright: ignore
     assert said[0] == said[1]
     assert len({*said[0]}) == 3
 
