@@ -283,3 +283,107 @@ def test_the_content_of_files(tmp_path: Path) -> None:
     assert (one.run, one.generation) == (two.run, 0)
     for each in (one, two):
         each.close()
+
+
+TRAINER = """
+import sys, time, numpy as np, mfload
+run, planner, rank = float(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+names = [f"t{n}" for n in range(10)][rank::2]
+arrays = lambda value: {name: np.full((300, 99), value) for name in names}
+with mfload.publish(
+    arrays(run), model="m", planner=planner, part=(rank, 2), run=f"run-{run}", max_readers=50
+) as seed:
+    print(seed.address, flush=True)
+    for line in sys.stdin:
+        seed.update(arrays(run + seed.generation / 1000 + 0.001))
+"""
+
+
+class _Trainer:
+    """Both ranks of a run whose weights are its number, and its updates a thousandth each."""
+
+    def __init__(self, number: int, planner: str) -> None:
+        given: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        code = [sys.executable, "-c", TRAINER, str(number), planner]
+        self.number = number
+        self.ranks = [subprocess.Popen([*code, str(rank)], **given) for rank in range(2)]
+        self.addresses = [each.stdout.readline().strip() for each in self.ranks]  # pyright: ignore
+
+    def update(self) -> None:
+        for each in self.ranks:
+            each.stdin.write("update\n")  # pyright: ignore
+            each.stdin.flush()  # pyright: ignore
+
+    def end(self, killed: bool, rank: int | None = None) -> None:
+        for each in self.ranks if rank is None else [self.ranks[rank]]:
+            if killed:
+                each.kill()
+            if not each.stdin.closed:  # pyright: ignore
+                each.stdin.close()  # pyright: ignore
+            each.wait(30)
+            each.stdout.close()  # pyright: ignore
+
+
+def test_soak(planner: PlannerServer) -> None:
+    """Runs are restarted, updated and killed, readers publish again: each load is of one run.
+
+    What a reader gets is whole and of one generation, and of the newest run from when both of
+    its ranks are known until it ends.
+    """
+    random = np.random.default_rng(7)
+    until = time.monotonic() + SECONDS
+    values, misses, wrong = [], [], []
+    newest = [0]
+
+    def reader(number: int) -> None:
+        kept: list[Any] = []
+        while time.monotonic() < until:
+            least, known = newest[0], set(mfload.seeds())
+            try:
+                found = _load(planner, publish=not number)
+                values.append(value := _value(found))
+                if value < least:
+                    wrong.append(f"run {value} while {least} was there")
+            except (errors.SourceError, errors.FormatError) as error:
+                misses.append(type(error).__name__)
+            except BaseException as error:
+                wrong.append(repr(error))
+            if not number:
+                kept += [each for each in mfload.seeds() if each not in known]
+                while len(kept) > 3:
+                    kept.pop(0).close()
+                time.sleep(0.2)
+
+    threads = [threading.Thread(target=reader, args=(number,)) for number in range(3)]
+    number = 1
+    trainers = [_Trainer(number, planner.url)]
+    for each in threads:
+        each.start()
+    try:
+        while time.monotonic() < until:
+            newest[0] = number  # Both ranks have registered.
+            for _ in range(random.integers(1, 6)):
+                trainers[-1].update()
+                time.sleep(random.random() / 3)
+            url = f"peer://{','.join(trainers[-1].addresses)}/m"
+            if len(trainers) > 1:  # A rank of each run.
+                mixed = f"peer://{trainers[-2].addresses[0]},{trainers[-1].addresses[1]}/m"
+                with pytest.raises((errors.CheckpointError, errors.SourceError)):
+                    mfload.load(mixed, "numpy")
+                with pytest.raises((errors.CheckpointError, errors.SourceError)):
+                    mfload.load(f"{url[:-2]},{trainers[-2].addresses[0]}/m", "numpy")
+                trainers.pop(0).end(killed=bool(random.integers(2)))
+            if random.integers(2):  # One of the old run's ranks stays.
+                newest[0] = 0
+                trainers[-1].end(killed=bool(random.integers(2)), rank=1)
+            number += 1
+            trainers.append(_Trainer(number, planner.url))
+    finally:
+        for each in threads:
+            each.join()
+        for each in trainers:
+            each.end(killed=False)
+    print(f"{len(values)} loads of {number} runs, {len(misses)} missed")
+    assert wrong == []
+    assert len(values) > 3 * SECONDS
+    assert len({int(each) for each in values}) > 2
