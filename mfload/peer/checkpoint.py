@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import re
+import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ _URL = re.compile(r"peer://([^/?#]*)/([^@?#]+)(?:@([^?#]+))?")
 _EXAMPLE = "peer://host:port/org/name@revision, or peer:///org/name with a planner"
 
 _TRIES = 3  # Tickets that a load takes, if seeds of those before fail at once.
+_UPDATE = (0.05, 0.1, 0.2)  # Seconds between looks at parts of several generations.
 _WAIT = 60.0  # Seconds that a load waits for a seed that is not busy.
 
 Seen = tuple[Client, Manifest]
@@ -131,6 +133,13 @@ class Peers:
         self, addresses: Sequence[str], name: str, source: int
     ) -> tuple[list[PeerSource], Columns]:
         seen, failed = self._ask(addresses)
+        for pause in _UPDATE:
+            about = [manifest for _, manifest in seen if manifest.part[1] > 1]
+            runs, numbers = {each.run for each in about}, {each.generation for each in about}
+            if len(runs) > 1 or len(numbers) < 2:
+                break
+            time.sleep(pause)  # An update has not reached all parts yet.
+            seen, failed = self._ask(addresses)
         seen = self._checked(seen, failed)
         while True:
             used, rows = together(seen, name, source, failed)

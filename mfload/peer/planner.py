@@ -135,18 +135,24 @@ def choose(
     """The seeds that a reader is sent to; none if parts are missing, None if all are busy.
 
     They have one revision and one run: the one that `began` last, as the planner saw it, of those
-    of which all parts are there. Of it they have the newest such generation. For each part it is
-    the seed on the reader's machine, if there is one, that has the fewest readers for what it can
-    take.
+    of which all parts are there. Of it they have the newest such generation; None, too, if there is
+    none yet. For each part it is the seed on the reader's machine, if there is one, that has the
+    fewest readers for what it can take.
     """
+    runs: dict[tuple[float, str, int, str], set[int]] = {}
     groups: dict[tuple[_Age, int, str], dict[int, list[SeedRecord]]] = {}
     for each in records:
         key = (began[each.run], each.run, each.generation), each.parts, each.revision
         groups.setdefault(key, {}).setdefault(each.part, []).append(each)
-    whole = {key: parts for key, parts in groups.items() if len(parts) == key[1]}
-    if not whole:
+        run = (began[each.run], each.run, each.parts, each.revision)
+        runs.setdefault(run, set()).add(each.part)
+    there = [run[:2] for run, parts in runs.items() if len(parts) == run[2]]
+    if not there:
         return ()
-    newest = max(age for age, *_ in whole)
+    whole = {key: parts for key, parts in groups.items() if len(parts) == key[1]}
+    newest = max((age for age, *_ in whole), default=None)
+    if newest is None or newest[:2] < max(there):
+        return None  # An update has not reached all parts yet.
     found: list[tuple[float, float, list[SeedRecord]]] = []
     for (age, count, _), parts in whole.items():
         if age != newest:
