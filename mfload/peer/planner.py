@@ -215,8 +215,10 @@ class Registry:
                     del self._seeds[other]  # The process that had the address is gone.
                 known = self._seeds[record.incarnation] = _Known(record)
                 known.well = True if self._probe is None else None
-            if record.generation >= known.record.generation:
+            if record.generation > known.record.generation:
                 known.record = record
+                if self._due(known):
+                    known.well = None  # What was looked at is gone.
             known.until = self._clock() + LEASE
             self._remember(record.run)
 
@@ -239,9 +241,11 @@ class Registry:
             found = choose(well, readers, host, self._began)
             new = [each.record for each in there if each.well is None]
             newer = choose([*well, *new], {}, host, self._began) if new else ()
-            age = self._began[newer[0].run] if newer else -1
-            if found is None or (newer and (not found or age > self._began[found[0].run])):
-                return None  # Busy, or of a newer run that is not looked at yet.
+            if found is None or newer is None:
+                return None  # Busy, or an update has not reached all parts yet.
+            runs = [self._began[each.run] for each in (*found[:1], *newer[:1])]
+            if newer and (not found or runs[1] > runs[0]):
+                return None  # A newer run is not looked at yet.
             ticket = Ticket(secrets.token_hex(16), tuple(found))
             for each in found:
                 self._seeds[each.incarnation].tickets[ticket.id] = self._clock() + TICKET
@@ -279,9 +283,11 @@ class Registry:
         probe = self._probe
 
         def look(each: _Known) -> None:
-            well = probe(each.record)
+            record = each.record
+            well = probe(record)
             with self._lock:
-                if self._due(each):  # A reader may have blamed it meanwhile.
+                # A reader may have blamed it meanwhile, or an update ended what was looked at.
+                if self._due(each) and (well or each.record is record):
                     each.well = well
 
         sources.at_once(look, looked, _PROBES)

@@ -76,6 +76,38 @@ def test_a_run_began_when_the_planner_saw_it() -> None:
     assert _numbers(registry.take("org/name", None, "here").seeds) == [4]
 
 
+def test_an_update_while_a_seed_is_looked_at() -> None:
+    """Is no reason to send readers to an older run: they wait until it is looked at again."""
+    seen: list[int] = []
+
+    def probe(record: SeedRecord) -> bool:
+        seen.append(record.generation)
+        if len(seen) == 2:
+            registry.register(_record(2, generation=1))
+        return len(seen) != 2
+
+    registry = Registry(probe)
+    registry.register(_record(1, run="old", generation=3))
+    registry.probe()
+    registry.register(_record(2))
+    assert registry.take("org/name", None, "here") is None
+    registry.probe()
+    assert registry.take("org/name", None, "here") is None
+    registry.probe()
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [2]
+    assert seen == [3, 0, 1]
+
+
+def test_an_update_that_one_part_has_is_waited_for() -> None:
+    """An older run is not handed out meanwhile."""
+    old = _record(1, run="old", generation=9)
+    new = [_record(5 + n, part=n, parts=2, generation=n) for n in range(2)]
+    assert choose([old, *new], {}, "here", BEGAN) is None
+    new[0] = new[0]._replace(generation=1)
+    assert _numbers(choose([old, *new], {}, "here", BEGAN)) == [5, 6]
+    assert _numbers(choose([old, new[1]], {}, "here", BEGAN)) == [1]
+
+
 def test_a_planner_remembers_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those without seeds, the oldest are forgotten."""
     monkeypatch.setattr(planning, "_MOST_RUNS", 4)

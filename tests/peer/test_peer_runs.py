@@ -384,6 +384,6 @@ def test_soak(planner: PlannerServer) -> None:
         for each in trainers:
             each.end(killed=False)
     print(f"{len(values)} loads of {number} runs, {len(misses)} missed")
-    assert wrong == []
+    assert wrong == [], wrong
     assert len(values) > 3 * SECONDS
     assert len({int(each) for each in values}) > 2
