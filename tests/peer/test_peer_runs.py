@@ -104,17 +104,19 @@ class TestAddresses:
             mfload.publish(_arrays(1), model="m", run=run)
 
     def test_files_with_the_same_bytes_are_one_run(self, tmp_path: Path) -> None:
-        """Whoever serves them; other bytes are another run."""
+        """In whatever process; other bytes are another run, and so is a name."""
         runs: list[str] = []
-        for n, value in enumerate((1.0, 1.0, 2.0)):
+        for n, value in enumerate((1.0, 1.0, 2.0, 1.0)):
             save_file(_arrays(value), tmp_path / f"{n}.safetensors")
             command = [sys.executable, "-m", "mfload", "serve", tmp_path / f"{n}.safetensors"]
-            with subprocess.Popen([*command, "--model", "m"], stdout=subprocess.PIPE) as served:
+            command += ["--model", "m", *(["--run", "named"] if n == 3 else [])]
+            with subprocess.Popen(command, stdout=subprocess.PIPE) as served:
                 assert served.stdout is not None
                 url = served.stdout.readline().decode().strip()
                 runs.append(_run(url))
                 served.terminate()
         assert runs[0] == runs[1] != runs[2]
+        assert runs[3] == "named"
 
 
 def _run(url: str) -> str:
