@@ -19,6 +19,7 @@ from typing import Any, Self
 from mfload import errors
 from mfload.dtypes import DType
 from mfload.formats import strict_json
+from mfload.frameworks import private_api
 from mfload.index import Box
 from mfload.mesh import base as meshes
 from mfload.options import PeerOptions
@@ -459,12 +460,7 @@ def _run(model: str, revision: str, parts: int) -> str:
         if mine and (each.model, each.revision) == (model, revision):
             return each.run
     run, name = secrets.token_hex(16), f"{model}@{revision}"
-    stores = (
-        meshes.backend(framework).store()
-        for framework in ("torch", "jax")
-        if framework in sys.modules
-    )
-    store = next((each for each in stores if each is not None), None)
+    store = _store()
     if store is not None:
         counts = _counts.setdefault(store, Counter())
         counts[name] += 1
@@ -475,6 +471,16 @@ def _run(model: str, revision: str, parts: int) -> str:
         raise errors.UsageError(what, expected=expected)
     _drawn.add(run)
     return run
+
+
+def _store() -> meshes.Store | None:
+    """Where the processes of the group that this one has joined keep texts."""
+    torch: Any = sys.modules.get("torch.distributed")
+    if torch is not None and torch.is_available() and torch.is_initialized():
+        return meshes.backend("torch").store()
+    if "jax" in sys.modules and private_api.jax_store() is not None:
+        return meshes.backend("jax").store()
+    return None
 
 
 def _of_files(arrays: Any) -> bool:
