@@ -611,3 +611,13 @@ print(os.getpid(), flush=True)
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert len(found) == 2
     assert len(set(found)) == 1
+
+
+def test_a_seed_that_was_updated_before_the_planner_heard_is_well(planner: PlannerServer) -> None:
+    """Of another generation than its record: it is no reason to take an older run."""
+    with mfload.publish(ARRAYS, model="m") as seed:
+        record = seed._record()
+        seed.update(ARRAYS)
+        assert planner._well(record)
+        assert not planner._well(record._replace(incarnation="0" * 32))
+    assert not planner._well(record)

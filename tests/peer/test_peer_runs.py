@@ -331,7 +331,7 @@ def test_soak(planner: PlannerServer) -> None:
     """Runs are restarted, updated and killed, readers publish again: each load is of one run.
 
     What a reader gets is whole and of one generation, and of the newest run from when both of
-    its ranks are known until it ends, unless a busy machine made a look at them fail.
+    its ranks are known until it ends.
     """
     random = np.random.default_rng(7)
     until = time.monotonic() + SECONDS
@@ -387,7 +387,6 @@ def test_soak(planner: PlannerServer) -> None:
         for each in trainers:
             each.end(killed=False)
     print(f"{len(values)} loads of {number} runs, {len(misses)} missed, stale: {stale}")
-    assert wrong == []
-    assert len(stale) < 3 + len(values) / 100
+    assert wrong == stale == []
     assert len(values) > 3 * SECONDS
     assert len({int(each) for each in values}) > 2
