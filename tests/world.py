@@ -70,7 +70,7 @@ class World:
         """Publishes what was loaded with one spec, and loads that with another and checks it."""
         here: Any = self
         arrays = here.load(first)
-        with mfload.publish(arrays, model="m", part=(self.rank, self.count)) as seed:
+        with mfload.publish(arrays, model="m", part=(self.rank, self.count), run=name) as seed:
             addresses = self.meet(f"{name}-begin", seed.address)
             here.check(here.load(second, f"peer://{','.join(addresses)}/m"), second)
             self.meet(f"{name}-end")

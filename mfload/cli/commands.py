@@ -399,6 +399,10 @@ _KEY = "Its key. Default: in --cert-file."
 _CA = "With it, clients need a certificate that this authority signed."
 _MODEL = "The model's name, such as org/name."
 _PLANNER = "URL of the planner to register with."
+_RUN = (
+    "The run that the weights are of, for seeds that are read together. Default: the same for all "
+    "that serve the same bytes."
+)
 _READERS = "Readers at once that the planner sends here."
 _TRANSPORTS = (
     "What is offered to readers, with commas between. Default: memory,memfd,http, or with --device "
@@ -417,6 +421,7 @@ CaFile = Annotated[str | None, option("FILE", _CA)]
 Model = Annotated[str, option("NAME", _MODEL)]
 Revision = Annotated[str, option("NAME", "Which version of the model.")]
 Planner = Annotated[str | None, option("URL", _PLANNER)]
+Run = Annotated[str | None, option("NAME", _RUN)]
 Readers = Annotated[int, typer.Option(min=1, metavar="N", help=_READERS)]
 Transports = Annotated[str | None, option("NAMES", _TRANSPORTS)]
 HeldOn = Annotated[str | None, option("DEVICE", _HELD)]
@@ -436,6 +441,7 @@ def serve(
     ca_file: CaFile = None,
     planner: Planner = None,
     max_readers: Readers = 3,
+    run: Run = None,
     checksums: Compared = True,
     device: HeldOn = None,
     transports: Transports = None,
@@ -470,6 +476,7 @@ def serve(
         planner=planner,
         **own,
         max_readers=max_readers,
+        run=run,
         checksums=checksums,
         transports=names,
         metadata=metadata,

@@ -31,6 +31,13 @@ class _One(Options):
     """The options of one attempt, which makes no others."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Noted(PeerOptions):
+    """The options of one load that publishes, with the run and generation of what it read."""
+
+    read: list[Any] = dataclasses.field(default_factory=list, repr=False)
+
+
 def needed(fallback: object, options: Options | None) -> bool:
     """Whether a load is more than one attempt."""
     if isinstance(options, Options) and not isinstance(options, _One):
@@ -73,7 +80,10 @@ def run(
     named = [each for each in places if _is_peer(each)]
     if peer is not None and peer.publish:
         _check_publish(peer, named, path, whole)
-    how = _One(**{each.name: getattr(how, each.name) for each in dataclasses.fields(how)})
+        peer = _Noted(**_fields(peer))
+    given = _fields(how)
+    given["peer"] = peer
+    how = _One(**given)
     limit = None if how.timeout is None else how.timeout / 2
     if peer is not None and peer.timeout is not None and _is_peer(places[0]):
         limit = peer.timeout if limit is None else min(limit, peer.timeout)
@@ -92,6 +102,8 @@ def run(
             logging.getLogger("mfload").warning("%stried%s", note, why)
             failed.notes.insert(0, f"{note}tried{why}")
             rest = dataclasses.replace(how, timeout=_left(how.timeout, start))
+            if isinstance(peer, _Noted):
+                peer.read.clear()
             found = _attempt(call, places[1], rest, failed)
             failed.notes[failed.notes.index(f"{note}tried{why}")] = f"{note}loaded{why}"
     except BaseException:
@@ -100,10 +112,9 @@ def run(
         failed.tell()
         raise
     failed.tell()
-    if peer is not None and peer.publish:
-        begin, fell_back = time.perf_counter(), not _is_peer(places[note is not None])
-        publish = importlib.import_module(_SEED).publish_loaded
-        seed = publish(found, named[0], peer, fell_back=fell_back)
+    if isinstance(peer, _Noted):
+        begin = time.perf_counter()
+        seed = importlib.import_module(_SEED).publish_loaded(found, named[0], peer, *peer.read)
         if report is not None:
             report.add_stage("publish", begin, time.perf_counter())
             report.notes = (*report.notes, f"published at {seed.url}")
@@ -173,6 +184,10 @@ def _attempt(call: Callable[..., Any], place: Any, how: Options, failed: _Failed
             first = first or error.with_traceback(None)
             failed.notes.append(f"a seed failed, others were asked: {error}")
     raise AssertionError("unreachable")
+
+
+def _fields(options: Any) -> dict[str, Any]:
+    return {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
 
 
 def _is_peer(place: Any) -> bool:

@@ -10,8 +10,9 @@ import contextlib
 import itertools
 import math
 import re
+import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mfload import dtypes, errors, sources
@@ -20,7 +21,7 @@ from mfload.load_options import LoadOptions
 from mfload.options import PeerOptions
 from mfload.peer import leases, security, source as reading
 from mfload.peer.client import Client
-from mfload.peer.manifest import NAME, Entry, Fragment, Manifest
+from mfload.peer.manifest import BLOCK, DIGITS, NAME, Entry, Fragment, Manifest
 from mfload.peer.planner import Planner
 from mfload.peer.security import split_address
 from mfload.peer.source import PeerSource
@@ -29,10 +30,8 @@ from mfload.stored import Stored
 _URL = re.compile(r"peer://([^/?#]*)/([^@?#]+)(?:@([^?#]+))?")
 _EXAMPLE = "peer://host:port/org/name@revision, or peer:///org/name with a planner"
 
-READ: dict[tuple[str, str | None], tuple[str, int]] = {}
-"""Run and generation of the seeds that this process read last, by model and revision of URLs."""
-
 _TRIES = 3  # Tickets that a load takes, if seeds of those before fail at once.
+_UPDATE = (0.05, 0.1, 0.2)  # Seconds between looks at parts of several generations.
 _WAIT = 60.0  # Seconds that a load waits for a seed that is not busy.
 
 Seen = tuple[Client, Manifest]
@@ -90,7 +89,8 @@ class Peers:
             made, rows = self._open(self._url.addresses, directory, source)
         else:
             made, rows = self._by_planner(directory, source)
-        READ[self._url[1:]] = made[0].manifest.run, made[0].manifest.generation
+        note: list[Any] = getattr(self._options, "read", [])  # Of a load that publishes.
+        note[:] = made[0].manifest.run, made[0].manifest.generation
         metadata: dict[str, str] = {}
         for each in reversed(made):
             metadata |= each.manifest.metadata
@@ -133,6 +133,13 @@ class Peers:
         self, addresses: Sequence[str], name: str, source: int
     ) -> tuple[list[PeerSource], Columns]:
         seen, failed = self._ask(addresses)
+        for pause in _UPDATE:
+            about = [manifest for _, manifest in seen if manifest.part[1] > 1]
+            runs, numbers = {each.run for each in about}, {each.generation for each in about}
+            if len(runs) > 1 or len(numbers) < 2:
+                break
+            time.sleep(pause)  # An update has not reached all parts yet.
+            seen, failed = self._ask(addresses)
         seen = self._checked(seen, failed)
         while True:
             used, rows = together(seen, name, source, failed)
@@ -203,7 +210,6 @@ def together(
         for client, manifest in seen
         if manifest.generation != newest
     ]
-    _check_copies(used, name)
     if len({manifest.revision for _, manifest in used}) > 1:
         what, expected = "the seeds have several revisions", "peer://…/name@revision"
         found = ", ".join(sorted({manifest.revision for _, manifest in used}))
@@ -236,6 +242,7 @@ def together(
     if wrong:
         what = "the seeds disagree about tensors"
         raise errors.CheckpointError(what, file=name, problems=tuple(wrong))
+    _check_replicas([manifest for _, manifest in used], held, [each.name for each, _ in used], name)
     load = [0] * len(used)
     known: dict[Any, list[Box] | None] = {}
     rows: list[TensorInfo] = []
@@ -255,18 +262,46 @@ def together(
     return list(used), found
 
 
-def _check_copies(used: Sequence[Seen], name: str) -> None:
-    """Raises CheckpointError for seeds that have the same boxes, and other bytes."""
-    first: dict[Any, Seen] = {}
-    for client, manifest in used if len(used) > 1 else ():
+def _check_replicas(
+    manifests: Sequence[Manifest],
+    held: Mapping[str, tuple[Entry, list[tuple[int, Fragment]]]],
+    names: Sequence[str],
+    file: str,
+) -> None:
+    """Raises CheckpointError if checksums show other bytes in two seeds' fragments of a box."""
+    sums: dict[int, dict[tuple[int, int], str]] = {}
+
+    def told(number: int, fragment: Fragment) -> dict[tuple[int, int], str]:
+        """Checksums by the bytes of the fragment that they are of, the whole blocks' as one."""
+        manifest, start = manifests[number], fragment.offset
         if manifest.checksums is None:
-            continue
-        other, one = first.setdefault(manifest.places, (client, manifest))
-        if one.checksums != manifest.checksums:
-            what = "the seeds hold other bytes of the same tensors, in one run and generation"
-            expected = "the same checksums of the same boxes; or publish(run=) for each run"
-            found = f"{other.name} and {client.name} differ"
-            raise errors.CheckpointError(what, file=name, expected=expected, found=found)
+            return {}
+        if number not in sums:
+            sums[number] = manifest.sums()
+        stop = start + fragment.nbytes
+        low, high = -(-start // BLOCK) * BLOCK, stop // BLOCK * BLOCK
+        edges = (start, min(low, stop)), (max(high, start), stop)
+        found = {edge: sums[number][edge] for edge in edges if edge in sums[number]}
+        if low < high:
+            found[low, high] = manifest.checksums[low // BLOCK * DIGITS : high // BLOCK * DIGITS]
+        return {(low - start, high - start): text for (low, high), text in found.items()}
+
+    wrong: list[str] = []
+    for entry, there in held.values():
+        first: dict[Box, tuple[int, Fragment]] = {}
+        for number, fragment in there if len(there) > 1 else ():
+            other = first.setdefault(fragment.box, (number, fragment))
+            if other[0] == number:
+                continue
+            mine, theirs = told(number, fragment), told(*other)
+            if any(mine[span] != theirs[span] for span in mine.keys() & theirs.keys()):
+                wrong.append(
+                    f"{entry.name}: {names[number]} has other bytes than {names[other[0]]}"
+                )
+    if wrong:
+        what = "seeds of one run and generation hold other bytes of the same tensors"
+        expected = "the same bytes: publish(run=) keeps runs apart, update() counts generations"
+        raise errors.CheckpointError(what, file=file, expected=expected, problems=tuple(wrong))
 
 
 def _pieces(

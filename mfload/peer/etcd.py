@@ -42,9 +42,10 @@ class EtcdPlanner:
 
     def register(self, record: SeedRecord) -> None:
         """See `Planner`."""
+        # Before the seed is there; each seed of the run keeps it.
+        self._keep(f"runs/{record.run}", "", planner.RUN)
         key = f"seeds/{record.incarnation}"
         self._keep(key, json.dumps(record._asdict()), planner.LEASE)
-        self._keep(f"runs/{record.run}", "", planner.LEASE)  # Each of its seeds keeps it there.
 
     def leave(self, record: SeedRecord) -> None:
         """See `Planner`."""

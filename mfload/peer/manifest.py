@@ -124,6 +124,27 @@ class Manifest(NamedTuple):
 
         The checksum is empty if it is unknown.
         """
+        held, sums = self._held(block), self.sums()
+        return [(*row, sums.get(row[:2], "")) for row in held.get(block, ())]
+
+    def sums(self) -> dict[tuple[int, int], str]:
+        """The checksums of the parts that fragments have of the blocks at their edges.
+
+        By first and past last byte, as far as they are known.
+        """
+        held = self._held().items()
+        shared = [(low, high) for _, rows in held if len(rows) > 1 for low, high, _ in rows]
+        if len(self.shared) != DIGITS * len(shared):
+            shared = []
+        found = {row: self.shared[DIGITS * n : DIGITS * (n + 1)] for n, row in enumerate(shared)}
+        for number, rows in held:
+            low, high, _ = rows[0]
+            if (low, high) == (number * BLOCK, min(low + BLOCK, self.size)):
+                found[low, high] = (self.checksums or "")[DIGITS * number : DIGITS * (number + 1)]
+        return found
+
+    def _held(self, *blocks: int) -> dict[int, list[tuple[int, int, list[str]]]]:
+        """Parts of blocks with their names: of those at edges of fragments, and those given."""
         places: dict[tuple[int, int], list[str]] = {}
         for entry in self.entries:
             for _, offset, nbytes in entry.fragments:
@@ -131,18 +152,11 @@ class Manifest(NamedTuple):
                     places.setdefault((offset, offset + nbytes), []).append(entry.name)
         held: dict[int, list[tuple[int, int, list[str]]]] = {}
         for (start, stop), names in sorted(places.items()):
-            for number in sorted({start // BLOCK, block, (stop - 1) // BLOCK}):
+            for number in sorted({start // BLOCK, *blocks, (stop - 1) // BLOCK}):
                 low, high = max(start, number * BLOCK), min(stop, (number + 1) * BLOCK)
                 if low < high:
                     held.setdefault(number, []).append((low, high, names))
-        shared = {number: rows for number, rows in held.items() if len(rows) > 1}
-        first = sum(len(rows) for number, rows in shared.items() if number < block)
-        fits = len(self.shared) == DIGITS * sum(map(len, shared.values()))
-        sums = self.shared if fits and block in shared else ""
-        return [
-            (*row, sums[DIGITS * n : DIGITS * (n + 1)])
-            for n, row in enumerate(held.get(block, ()), first)
-        ]
+        return held
 
     def to_json(self) -> bytes:
         """The manifest as it is sent."""

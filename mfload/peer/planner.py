@@ -6,6 +6,7 @@ The rules, without a network: `mfload.peer.planner_http` serves them over HTTP, 
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
 import secrets
@@ -32,7 +33,11 @@ RETRY = 5.0
 ID = re.compile(r"[0-9a-f]{32}")
 """Of incarnations and tickets."""
 
+RUN = 30 * 24 * 3600.0
+"""Seconds that a run without seeds is known in etcd."""
+
 _MOST_SEEDS = 10_000
+_MOST_RUNS = 20_000
 _PROBES = 16  # Looks at once: one that hangs holds up the others.
 _NUMBERS = {"generation", "size", "part", "parts", "max_readers"}
 
@@ -130,17 +135,24 @@ def choose(
     """The seeds that a reader is sent to; none if parts are missing, None if all are busy.
 
     They have one revision and one run: the one that `began` last, as the planner saw it, of those
-    of which all parts are there. Of it they have the newest such generation. For each part it is the seed on the reader's machine, if there is one, that has the fewest readers for what
-    it can take.
+    of which all parts are there. Of it they have the newest such generation; None, too, if there is
+    none yet. For each part it is the seed on the reader's machine, if there is one, that has the
+    fewest readers for what it can take.
     """
+    runs: dict[tuple[float, str, int, str], set[int]] = {}
     groups: dict[tuple[_Age, int, str], dict[int, list[SeedRecord]]] = {}
     for each in records:
         key = (began[each.run], each.run, each.generation), each.parts, each.revision
         groups.setdefault(key, {}).setdefault(each.part, []).append(each)
-    whole = {key: parts for key, parts in groups.items() if len(parts) == key[1]}
-    if not whole:
+        run = (began[each.run], each.run, each.parts, each.revision)
+        runs.setdefault(run, set()).add(each.part)
+    there = [run[:2] for run, parts in runs.items() if len(parts) == run[2]]
+    if not there:
         return ()
-    newest = max(age for age, *_ in whole)
+    whole = {key: parts for key, parts in groups.items() if len(parts) == key[1]}
+    newest = max((age for age, *_ in whole), default=None)
+    if newest is None or newest[:2] < max(there):
+        return None  # An update has not reached all parts yet.
     found: list[tuple[float, float, list[SeedRecord]]] = []
     for (age, count, _), parts in whole.items():
         if age != newest:
@@ -184,8 +196,10 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seeds: dict[str, _Known] = {}
-        # When each run was seen first; it is known as long as one of its seeds.
-        self._began: dict[str, float] = {}
+        # Runs in the order in which they were seen first. One without seeds stays: who loaded it
+        # may publish it again.
+        self._began: dict[str, int] = {}
+        self._runs = itertools.count()
         self._lock = threading.Lock()
         self._probe, self._clock = probe, clock
 
@@ -201,10 +215,12 @@ class Registry:
                     del self._seeds[other]  # The process that had the address is gone.
                 known = self._seeds[record.incarnation] = _Known(record)
                 known.well = True if self._probe is None else None
-            if record.generation >= known.record.generation:
+            if record.generation > known.record.generation:
                 known.record = record
+                if self._due(known):
+                    known.well = None  # What was looked at is gone.
             known.until = self._clock() + LEASE
-            self._began.setdefault(record.run, self._clock())
+            self._remember(record.run)
 
     def leave(self, record: SeedRecord) -> None:
         """See `Planner`."""
@@ -221,10 +237,15 @@ class Registry:
                 if each.record.model == model and revision in (None, each.record.revision)
             ]
             readers = {each.record.incarnation: len(each.tickets) for each in there}
-            well = (each.record for each in there if each.well)
+            well = [each.record for each in there if each.well]
             found = choose(well, readers, host, self._began)
-            if found is None or (not found and any(each.well is None for each in there)):
-                return None  # Busy, or not looked at yet.
+            new = [each.record for each in there if each.well is None]
+            newer = choose([*well, *new], {}, host, self._began) if new else ()
+            if found is None or newer is None:
+                return None  # Busy, or an update has not reached all parts yet.
+            runs = [self._began[each.run] for each in (*found[:1], *newer[:1])]
+            if newer and (not found or runs[1] > runs[0]):
+                return None  # A newer run is not looked at yet.
             ticket = Ticket(secrets.token_hex(16), tuple(found))
             for each in found:
                 self._seeds[each.incarnation].tickets[ticket.id] = self._clock() + TICKET
@@ -262,12 +283,22 @@ class Registry:
         probe = self._probe
 
         def look(each: _Known) -> None:
-            well = probe(each.record)
+            record = each.record
+            well = probe(record)
             with self._lock:
-                if self._due(each):  # A reader may have blamed it meanwhile.
+                # A reader may have blamed it meanwhile, or an update ended what was looked at.
+                if self._due(each) and (well or each.record is record):
                     each.well = well
 
         sources.at_once(look, looked, _PROBES)
+
+    def _remember(self, run: str) -> None:
+        if run not in self._began:
+            self._began[run] = next(self._runs)
+        if len(self._began) > _MOST_RUNS:
+            held = {each.record.run for each in self._seeds.values()}
+            for gone in [each for each in self._began if each not in held][: _MOST_RUNS // 2]:
+                del self._began[gone]
 
     def _due(self, known: _Known) -> bool:
         return not known.well and known.rests <= self._clock()
@@ -276,8 +307,6 @@ class Registry:
         now = self._clock()
         for key in [key for key, each in self._seeds.items() if each.until < now]:
             del self._seeds[key]
-        runs = {each.record.run for each in self._seeds.values()}
-        self._began = {run: when for run, when in self._began.items() if run in runs}
         for each in self._seeds.values():
             for key in [key for key, until in each.tickets.items() if until < now]:
                 del each.tickets[key]

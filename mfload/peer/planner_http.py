@@ -6,17 +6,19 @@ import json
 import threading
 import urllib.parse
 from collections.abc import Iterable
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import Any
 
 from mfload import errors
 from mfload.formats import strict_json
 from mfload.formats.strict_json import brief
 from mfload.peer.client import Client
+from mfload.peer.manifest import is_generation
 from mfload.peer.planner import ID, RETRY, Registry, SeedRecord, Ticket
 from mfload.peer.security import Tls
 from mfload.peer.server import Reply, Request, Server, text
 
+_LOOKS = 3
 _PROBED = 64 << 10  # Bytes of the small real read that shows that a seed is well.
 
 
@@ -61,16 +63,24 @@ class PlannerServer:
         given: Any = {"token": self._token, "tls": self._tls, "stalled": 1.0}
         try:
             with closing(Client(record.address, **given)) as client:
-                state = client.json("GET", "/v1/state", seconds=1.0)
-                about = {"incarnation": record.incarnation, "generation": record.generation}
-                if not isinstance(state, dict) or not about.items() <= state.items():
-                    return False
-                nbytes = min(_PROBED, record.size)
-                path = f"/v1/data/{record.incarnation}/{record.generation}"
-                client.read_into(path, [memoryview(bytearray(nbytes))], 0)
+                # It may be updated before the planner is told, and while it is looked at.
+                for _ in range(_LOOKS):
+                    state = client.json("GET", "/v1/state", seconds=1.0)
+                    if (
+                        not isinstance(state, dict)
+                        or state.get("incarnation") != record.incarnation
+                    ):
+                        return False
+                    if not is_generation(number := state.get("generation")):
+                        return False
+                    nbytes = min(_PROBED, record.size)
+                    path = f"/v1/data/{record.incarnation}/{number}"
+                    with suppress(errors.SourceChangedError):
+                        client.read_into(path, [memoryview(bytearray(nbytes))], 0)
+                        return True
         except (errors.MfloadError, OSError):
-            return False
-        return True
+            pass
+        return False
 
     def _answer(self, request: Request) -> Reply:
         path, _, query = request.path.partition("?")

@@ -19,11 +19,12 @@ from typing import Any, Self
 from mfload import errors
 from mfload.dtypes import DType
 from mfload.formats import strict_json
+from mfload.frameworks import private_api
 from mfload.index import Box
 from mfload.mesh import base as meshes
 from mfload.options import PeerOptions
 from mfload.peer import fragments, manifest as manifests, transports as ways
-from mfload.peer.checkpoint import READ, PeerUrl
+from mfload.peer.checkpoint import PeerUrl
 from mfload.peer.data import Data, hasher
 from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
@@ -37,7 +38,9 @@ MAX_READERS = 3
 """Readers at once that a planner sends to a seed, if nothing else is said."""
 
 _DATA = re.compile(r"/v1/(data|ways)/([0-9a-f]{32})/(\d{1,19})(?:/([a-z0-9_.-]{1,64}))?")
-_runs: dict[tuple[str, str, int], str] = {}  # Of models that seeds of this process hold parts of.
+_drawn: set[str] = set()  # Runs of seeds that were told none.
+# How many were drawn for each model, by the store of the process group.
+_counts: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 _seeds: weakref.WeakSet[Seed] = weakref.WeakSet()
 _loaded: list[Seed] = []  # Those of loads that publish.
 
@@ -392,10 +395,11 @@ def publish(
         max_readers: Readers at once that the planner sends here, 1 or more.
         part: `(rank, size)` of processes that hold a model together: readers are told if one of
             them is missing, and a planner names them all.
-        run: The run that the weights are of, up to 64 letters, digits, ".", "_" and "-": the same
-            for all of its processes, and another after a restart. Default: one that the processes of a
-            group (`torch.distributed`, `jax.distributed`) share; without a group another for each
-            call, but for parts of a model that this process publishes.
+        run: Names the run that the weights are of, with up to 64 letters, digits, ".", "_" and
+            "-": the same in all of its processes, another after a restart. Weights of several runs
+            are never loaded together. Default: that of an open seed of the model in this process,
+            else one that the processes of a group (`torch.distributed`, `jax.distributed`) share,
+            else a new one. `part=` without a group needs it.
         generation: The number of the weights within the run: of seeds with several, the planner and
             readers take the newest.
         checksums: Whether checksums are made, at the speed of memory.
@@ -434,10 +438,10 @@ def publish(
     tls = Tls.of(cert_file, key_file, ca_file)
     version = _version(arrays, own, checksums, not {*ways.ON_DEVICES}.isdisjoint(transports))
     given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
-    # Of `mfload serve`, and of loads that publish: those that hold the same are of one run.
-    given_files = isinstance(arrays, _Version | list)
-    run = run or (version.content if given_files and part[1] == 1 else None)
-    run = run or _run(model, revision, part[1])
+    if run is None and _of_files(arrays):
+        run = version.content  # All that hold the same are of one run.
+    if run is None:
+        run = _run(model, revision, part[1])
     given |= {"part": part, "run": run, "generation": generation, "metadata": own}
     seed = Seed(version, model, revision, address, transports=transports, **given)
     if planner is not None:
@@ -451,20 +455,44 @@ def publish(
 
 def _run(model: str, revision: str, parts: int) -> str:
     """The run of a seed that is told none: drawn here, or by the first of its process group."""
-    drawn = secrets.token_hex(16)
-    if parts == 1:
-        return drawn
-    for framework in ("torch", "jax"):
-        if framework in sys.modules and (store := meshes.backend(framework).store()) is not None:
-            return store.first(f"mfload/run/{parts}/{model}@{revision}", drawn)
-    return _runs.setdefault((model, revision, parts), drawn)
+    for each in seeds():
+        mine = each.run in _drawn and each not in _loaded
+        if mine and (each.model, each.revision) == (model, revision):
+            return each.run
+    run, name = secrets.token_hex(16), f"{model}@{revision}"
+    store = _store()
+    if store is not None:
+        counts = _counts.setdefault(store, Counter())
+        counts[name] += 1
+        run = store.first(f"mfload/run/{name}/{counts[name]}", run)
+    elif parts > 1:
+        what = "parts of a model need the name of their run: there is no process group to agree in"
+        expected = "run= with the same name in each process, and another after a restart"
+        raise errors.UsageError(what, expected=expected)
+    _drawn.add(run)
+    return run
+
+
+def _store() -> meshes.Store | None:
+    """Where the processes of the group that this one has joined keep texts."""
+    torch: Any = sys.modules.get("torch.distributed")
+    if torch is not None and torch.is_available() and torch.is_initialized():
+        return meshes.backend("torch").store()
+    if "jax" in sys.modules and private_api.jax_store() is not None:
+        return meshes.backend("jax").store()
+    return None
+
+
+def _of_files(arrays: Any) -> bool:
+    """Whether it is what `mfload serve` publishes, or a load that had no peers."""
+    held = isinstance(arrays, list) and arrays and isinstance(arrays[0], fragments.Held)
+    return bool(held) or isinstance(arrays, _Version)
 
 
 def _version(arrays: Any, metadata: Mapping[str, str], checksums: bool, devices: bool) -> _Version:
     if isinstance(arrays, _Version):
         return arrays
-    if isinstance(arrays, list) and arrays and isinstance(arrays[0], fragments.Held):
-        # Of `mfload serve`.
+    if _of_files(arrays):
         return _Version(arrays, metadata, checksums)
     found, strings = outline.by_name(arrays, metadata)
     return _Version(fragments.held(found, devices), strings or {}, checksums)
@@ -495,14 +523,15 @@ def check(url: str, options: PeerOptions) -> None:
         connect(options.planner, token=token, tls=tls)
 
 
-def publish_loaded(arrays: Any, url: str, options: PeerOptions, *, fell_back: bool) -> Seed:
+def publish_loaded(
+    arrays: Any, url: str, options: PeerOptions, run: str | None = None, generation: int = 0
+) -> Seed:
     """Publishes the model that a `peer://` URL names; the seed lives as long as the process.
 
-    It has the generation of the seeds that were read; 0 if files were (`fell_back`). Raises as
-    `publish` does, but for a planner that is gone.
+    It has the run and the generation of the seeds that were read; no run is given if files were.
+    Raises as `publish` does, but for a planner that is gone.
     """
     what = PeerUrl.of(url)
-    run, generation = (None, 0) if fell_back else READ.get(what[1:], (None, 0))
     if run is None:  # Files have none.
         arrays = _version(arrays, {}, options.checksums, devices=False)
     seed = publish(

@@ -234,9 +234,11 @@ class PeerSource:
 
     @contextmanager
     def blamed(self) -> Generator[None]:
-        """A context of which an error counts against the seed."""
+        """A context of which an error counts against the seed, but for other weights."""
         try:
             yield
+        except errors.SourceChangedError:
+            raise
         except (OSError, errors.MfloadError):
             self.on_failure(self.identity.incarnation)
             raise

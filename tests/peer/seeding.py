@@ -71,9 +71,9 @@ def weights(generation: int = 0, count: int = 24, side: int = 512) -> dict[str, 
 
 
 def publish(arrays: Mapping[str, Any], **more: Any) -> Any:
-    """A seed in this process, of a run that all of a test share."""
-    more.setdefault("run", "a-test")
-    return mfload.publish(rows(arrays), model=MODEL, revision="main", **more)
+    """A seed in this process; all are of one run."""
+    given = {"model": MODEL, "revision": "main", "run": "one", **more}
+    return mfload.publish(rows(arrays), **given)
 
 
 class SeedProcess:

@@ -97,6 +97,7 @@ SHAPE, DTYPE, FRAGMENT, BOX = (*A, 2), (*A, 1), (*A, 4, 0), (*A, 4, 0, 0)
 WRONG: list[tuple[tuple[Any, ...], Any]] = [
     # Of the whole.
     (("mfload_seed",), 1),
+    (("mfload_seed",), 3),
     (("mfload_seed",), True),
     (("mfload_seed",), "1"),
     (("model",), ""),
@@ -713,15 +714,15 @@ class TestStale:
         assert one.memory.tobytes() == two.memory.tobytes()
         how = options(transport)
         with (
-            mfload.publish([one], model=MODEL, run="r") as seed,
+            mfload.publish([one], model=MODEL, run="one") as seed,
             mfload.open(seed.url, options=how) as opened,
         ):
             seed.update([two])
             with pytest.raises(errors.SourceChangedError):
                 opened.get_tensor("w")
         with (
-            mfload.publish([one], model=MODEL, run="r") as seed,
-            mfload.publish([two], model=MODEL, run="r") as other,
+            mfload.publish([one], model=MODEL, run="one") as seed,
+            mfload.publish([two], model=MODEL, run="one") as other,
             pytest.raises(errors.CheckpointError) as info,
         ):
             mfload.load(f"peer://{seed.address},{other.address}/{MODEL}", "numpy", options=how)
@@ -742,8 +743,8 @@ class TestBoxesOfSeveralSeeds:
         array = samples.numbers((8, 4))
         halves = row("w", array, [(0, 4), (0, 4)]), row("w", array, [by, (0, 4)])
         with (
-            mfload.publish([halves[0]], model=MODEL, run="r") as one,
-            mfload.publish([halves[1]], model=MODEL, run="r") as two,
+            mfload.publish([halves[0]], model=MODEL, run="one") as one,
+            mfload.publish([halves[1]], model=MODEL, run="one") as two,
             pytest.raises(errors.CheckpointError, match="whole model"),
         ):
             mfload.load(f"peer://{one.address},{two.address}/{MODEL}", "numpy")

@@ -60,23 +60,66 @@ def test_runs_are_not_mixed() -> None:
 
 
 def test_a_run_began_when_the_planner_saw_it() -> None:
-    """One that publishes an old run again makes it no newer; a run that is gone is forgotten."""
-    now = [0.0]
-    registry = Registry(clock=lambda: now[0])
+    """A reader that publishes an old run again makes it no newer, not even when it was gone."""
+    clock = _Clock()
+    registry = Registry(clock=clock)
     registry.register(_record(1, run="old", generation=3))
-    now[0] = 1.0
     registry.register(_record(2, run="new"))
-    now[0] = 2.0
-    registry.register(_record(3, run="old", generation=3))
+    registry.register(_record(3, run="old", generation=4))
     assert _numbers(registry.take("org/name", None, "here").seeds) == [2]
     registry.leave(_record(2, run="new"))
-    registry.leave(_record(1, run="old"))
     assert _numbers(registry.take("org/name", None, "here").seeds) == [3]
-    registry.leave(_record(3, run="old"))
-    registry.register(_record(4, run="other"))
-    now[0] = 3.0
-    registry.register(_record(5, run="old"))
-    assert _numbers(registry.take("org/name", None, "here").seeds) == [5]
+    clock.now += 2 * planning.LEASE  # All are forgotten.
+    registry.register(_record(4, run="newest"))
+    registry.register(_record(5, run="old", generation=(1 << 62) - 1))
+    registry.register(_record(6, run="new", generation=7))
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [4]
+
+
+def test_an_update_while_a_seed_is_looked_at() -> None:
+    """Is no reason to send readers to an older run: they wait until it is looked at again."""
+    seen: list[int] = []
+
+    def probe(record: SeedRecord) -> bool:
+        seen.append(record.generation)
+        if len(seen) == 2:
+            registry.register(_record(2, generation=1))
+        return len(seen) != 2
+
+    registry = Registry(probe)
+    registry.register(_record(1, run="old", generation=3))
+    registry.probe()
+    registry.register(_record(2))
+    assert registry.take("org/name", None, "here") is None
+    registry.probe()
+    assert registry.take("org/name", None, "here") is None
+    registry.probe()
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [2]
+    assert seen == [3, 0, 1]
+
+
+def test_an_update_that_one_part_has_is_waited_for() -> None:
+    """An older run is not handed out meanwhile."""
+    old = _record(1, run="old", generation=9)
+    new = [_record(5 + n, part=n, parts=2, generation=n) for n in range(2)]
+    assert choose([old, *new], {}, "here", BEGAN) is None
+    new[0] = new[0]._replace(generation=1)
+    assert _numbers(choose([old, *new], {}, "here", BEGAN)) == [5, 6]
+    assert _numbers(choose([old, new[1]], {}, "here", BEGAN)) == [1]
+
+
+def test_a_planner_remembers_so_many_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of those without seeds, the oldest are forgotten."""
+    monkeypatch.setattr(planning, "_MOST_RUNS", 4)
+    registry = Registry()
+    registry.register(_record(0, run="held"))
+    for n in range(1, 20):
+        registry.register(_record(n, run=f"r{n}"))
+        registry.leave(_record(n, run=f"r{n}"))
+        assert len(registry._began) <= 4
+    registry.register(_record(20, run="r19"))
+    registry.register(_record(21, run="held"))
+    assert _numbers(registry.take("org/name", None, "here").seeds) == [20]
 
 
 def _numbers(found: Any) -> list[int]:
@@ -279,7 +322,7 @@ def test_a_load_that_publishes_becomes_a_seed(planner: PlannerServer) -> None:
 
 def test_several_parts_are_one_load(planner: PlannerServer) -> None:
     """Processes that hold a tensor each are handed out together."""
-    given: dict[str, Any] = {"model": "org/parts", "planner": planner.url}
+    given: dict[str, Any] = {"model": "org/parts", "planner": planner.url, "run": "job"}
     seeds = [
         mfload.publish({name: each}, part=(n, 2), **given)
         for n, (name, each) in enumerate(ARRAYS.items())
@@ -543,7 +586,7 @@ def test_records_of_etcd_that_are_malformed_hide_no_others(
     monkeypatch.setattr(planner, "_ask", ask)
     planner.register(_record(1))
     planner.register(_record(1))
-    assert asked.count("lease/grant") == 4  # Of the seed and its run.
+    assert asked.count("lease/grant") == 4  # Of the seed and of its run.
     ticket = planner.take("org/name", None, "here")
     assert ticket is not None
     assert ticket.seeds == (_record(1),)
@@ -568,3 +611,13 @@ print(os.getpid(), flush=True)
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert len(found) == 2
     assert len(set(found)) == 1
+
+
+def test_a_seed_that_was_updated_before_the_planner_heard_is_well(planner: PlannerServer) -> None:
+    """Of another generation than its record: it is no reason to take an older run."""
+    with mfload.publish(ARRAYS, model="m") as seed:
+        record = seed._record()
+        seed.update(ARRAYS)
+        assert planner._well(record)
+        assert not planner._well(record._replace(incarnation="0" * 32))
+    assert not planner._well(record)

@@ -264,7 +264,7 @@ class TestSharded:
         how = options(transport, checksums=checks)
         with contextlib.ExitStack() as stack:
             made = [
-                stack.enter_context(mfload.publish(each, model=MODEL, revision="main", run="r"))
+                stack.enter_context(mfload.publish(each, model=MODEL, revision="main", run="one"))
                 for each in seeds
                 if each
             ]
@@ -326,8 +326,8 @@ class TestSharded:
     def test_a_gap_is_named(self) -> None:
         array = samples.numbers((8, 8))
         with (
-            mfload.publish([row("w", array, [(0, 5), (0, 8)])], model=MODEL, run="r") as one,
-            mfload.publish([row("w", array, [(6, 8), (0, 8)])], model=MODEL, run="r") as two,
+            mfload.publish([row("w", array, [(0, 5), (0, 8)])], model=MODEL, run="one") as one,
+            mfload.publish([row("w", array, [(6, 8), (0, 8)])], model=MODEL, run="one") as two,
             pytest.raises(errors.CheckpointError, match="whole model") as info,
         ):
             mfload.load(f"peer://{one.address},{two.address}/{MODEL}", "numpy")
