@@ -43,6 +43,7 @@ class Timed(io.RawIOBase):
         now = time.monotonic()
         self._seconds, self._least, self._end = seconds, least, now + total
         self._until, self._came, self._left = now + seconds, 0, nbytes
+        self._late = False
 
     def readable(self) -> bool:
         """It is."""
@@ -56,7 +57,10 @@ class Timed(io.RawIOBase):
         left = min(self._until, self._end) - now
         if self._left is not None and self._left <= 0:
             raise BufferError("it is too long")
-        # What is there already is taken at any time: this thread may have been held up.
+        if left <= 0 and self._late:
+            raise TimeoutError("it took too long")
+        # What is there by now is taken once: this thread may have been held up.
+        self._late = left <= 0
         self._connection.settimeout(max(0.0, left))
         try:
             got = self._connection.recv_into(buffer)
