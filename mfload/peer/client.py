@@ -32,7 +32,7 @@ T = TypeVar("T")
 _BROKEN = (OSError, http.client.HTTPException)
 _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
-_HELD_UP = 6.0  # Times `stalled` that an answer may take to begin: a seed's program may be busy.
+_HELD_UP = 6.0  # Times `stalled` that a program of this machine has to begin an answer.
 _PATIENCE = 60.0  # Seconds that one waits for its turn at a server which is busy.
 _PAUSES = 0.05, 1.0  # Between two tries: at first, and at most.
 _TRIES = 3  # For a request whose connection is dropped.
@@ -61,7 +61,8 @@ class _Response(http.client.HTTPResponse):
     def __init__(self, sock: Any, *args: Any, stalled: float, **more: Any) -> None:
         super().__init__(sock, *args, **more)
         self.timed = Timed(sock, self.fp.detach())
-        self.timed.allow(_HELD_UP * stalled)
+        self.patience = stalled * (_HELD_UP if _own(sock) else 1)
+        self.timed.allow(self.patience)
         self.fp = io.BufferedReader(self.timed)
 
 
@@ -71,8 +72,9 @@ class Client:
     Args:
         address: "host:port".
         name: What errors name it.
-        stalled: Seconds without progress after which a connection is given up. For an answer to
-            begin, a server has six times as long.
+        stalled: Seconds without progress after which a connection is given up. To begin an answer,
+            a server of this machine has six times as long: its program may be busy, and the kernel
+            says at once if it is gone.
         patience: Seconds that requests wait for their turn at a server that is busy.
     """
 
@@ -118,7 +120,7 @@ class Client:
         headers = {} if body is None else {"Content-Type": "application/json"}
 
         def read(response: _Response) -> bytes:
-            response.timed.allow(self.stalled, limit, least=_LEAST, total=seconds)
+            response.timed.allow(response.patience, limit, least=_LEAST, total=seconds)
             if (response.length or 0) > limit:
                 raise BufferError
             parts: list[bytes] = []
@@ -214,6 +216,8 @@ class Client:
             except ConnectionError as error:
                 if not kept and not isinstance(error, ConnectionRefusedError):
                     told = self._broken(error, kept)
+                    if type(told) is not errors.ReadError:
+                        raise told from error
                     raise _DroppedError(told.message, file=self.name, found=told.found) from error
                 if not kept:
                     raise
@@ -299,6 +303,14 @@ class Client:
         if problem is None:
             return None
         return errors.SourceError(f"the peer {problem}", file=self.name, expected=expected)
+
+
+def _own(connection: socket.socket) -> bool:
+    """Whether the other end is on this machine."""
+    try:
+        return connection.getsockname()[0] == connection.getpeername()[0]
+    except OSError:  # It broke off.
+        return False
 
 
 def _close(idle: deque[http.client.HTTPConnection]) -> None:

@@ -69,7 +69,7 @@ class Remote(NamedTuple):
 
     def check(self) -> bool:
         """Asks the seed whether it still has this generation; raises SourceError or HeaderError."""
-        state = self.client.json("GET", "/v1/state", seconds=self.stalled)
+        state = self.client.json("GET", "/v1/state")
         if not isinstance(state, dict):
             raise errors.HeaderError("the seed's state is malformed", file=self.name)
         about = self.manifest

@@ -98,7 +98,7 @@ def test_a_peer_that_never_answers(files: str) -> None:
     url = f"peer://{server.address}/m"
     options = Options(peer=PeerOptions(stalled=0.5))
     took, report = _load(url, files, options=options)
-    assert took < 2.5
+    assert took < 4.5
     assert "stalls" in report.notes[0]
     took, report = _load(url, files, options=Options(timeout=1.5))
     assert took < 1.5
@@ -121,13 +121,14 @@ def _seed() -> Generator[tuple[subprocess.Popen[str], str]]:
 
 
 def test_a_killed_and_a_stopped_peer(files: str) -> None:
-    """A fall-back begins within two seconds of the fault."""
+    """A fall-back begins at once if a process of this machine is gone; a stopped one has longer."""
     with _seed() as (process, url):
         _, report = _load(url, files)
         assert report.notes == ()
         os.kill(process.pid, signal.SIGSTOP)
-        took, report = _load(url, files)
-        assert took < 2
+        options = Options(peer=PeerOptions(stalled=0.3))
+        took, report = _load(url, files, options=options)
+        assert took < 3
         assert "stalls" in report.notes[0]
         os.kill(process.pid, signal.SIGCONT)
         _, report = _load(url, files)
