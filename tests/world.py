@@ -168,6 +168,8 @@ def signalled(world: World, load: Callable[[], Any], good: Callable[[], Any], ti
         times: How often.
     """
     start, begun, lags = link.Link.start, threading.Event(), [0.0]
+    expected: Any = KeyboardInterrupt if world.rank == 1 else errors.ProcessError
+    between = threading.Event()
 
     def late(swap: Callable[..., Any], *given: Any) -> Any:
         begun.set()
@@ -177,6 +179,9 @@ def signalled(world: World, load: Callable[[], Any], good: Callable[[], Any], ti
     def slow(self: Any, *given: Any) -> None:
         if "swap" not in vars(self):
             self.swap = functools.partial(late, self.swap)
+        if between.is_set():
+            between.clear()
+            signal.raise_signal(signal.SIGINT)
         start(self, *given)
 
     def interrupt(after: float) -> None:
@@ -192,13 +197,17 @@ def signalled(world: World, load: Callable[[], Any], good: Callable[[], Any], ti
             lags[0] = 0.12
             if world.rank == 1:
                 other.start()
-            expected: Any = KeyboardInterrupt if world.rank == 1 else errors.ProcessError
             with pytest.raises(expected, match=r"^(?!.*broke off)"):
                 load()
             lags[0] = 0.0
             if world.rank == 1:
                 other.join()
             good()
+        if world.rank == 1:  # Before a swap that the others begin.
+            between.set()
+        with pytest.raises(expected, match=r"^(?!.*broke off)"):
+            load()
+        good()
 
 
 @contextlib.contextmanager

@@ -104,19 +104,21 @@ class Unfinished:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        # What blocks of this plan go on from, and what they leave to those of the next.
         self._begun: dict[object, tuple[_Fetch, Reader, int]] = {}
+        self._left: dict[object, tuple[_Fetch, Reader, int]] = {}
 
     def resume(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """The blocks of the next plan; those that go on have no bytes of their own to read.
 
         Forgets the pieces that none of them goes on with.
         """
-        begun, self._begun = self._begun, {}
+        left, self._left, self._begun = self._left, {}, {}
         share = self._most // max(1, sum(block.decode is not None for block in blocks))
         made: list[Block] = []
         for block in blocks:
             if (decode := block.decode) is not None:
-                known = begun.get(_piece(block))
+                known = left.get(_piece(block))
                 if known is not None and known[-1] <= block.segments[0].offset:
                     self._begun[_piece(block)] = known
                     block = block._replace(nbytes=0, shared=0)
@@ -127,12 +129,13 @@ class Unfinished:
 
     def begun(self, block: Block) -> tuple[_Fetch, Reader | None, int]:
         """What fetches and what decodes the block's piece, and the first byte not decoded yet."""
-        return self._begun.get(_piece(block)) or (_Fetch(block, own=True), None, 0)
+        return self._begun.pop(_piece(block), None) or (_Fetch(block, own=True), None, 0)
 
     def leave(self, block: Block, fetch: _Fetch, read: Reader, end: int) -> None:
         """Keeps these for the next block."""
         fetch.leave()
-        self._begun[_piece(block)] = fetch, read, end
+        if block.decode is not None and block.decode.inline is None:  # Those have no place.
+            self._left[_piece(block)] = fetch, read, end
 
 
 def _piece(block: Block) -> object:

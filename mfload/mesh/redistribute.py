@@ -12,12 +12,15 @@ import hashlib
 import itertools
 import json
 import math
+import signal
 import struct
 import sys
+import threading
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -667,35 +670,58 @@ def run(
     failed: BaseException | None = group.enter("schedule", schedule.digest) if rows else None
     before: Sequence[Parcel] = ()
     begun = 0.0
-    for number, parcels in enumerate([*schedule.rounds, ()] if rows else schedule.rounds):
-        last, came = number == len(schedule.rounds), None
-        wire = rows[number % 2] if rows else None
-        failed = failed or _attempt(read_round, number, parcels)
-        if number and rows:
-            came, interrupted = finish(number - 1)
-            failed = failed or interrupted
-            if track is not None:
-                come = (p.nbytes for p in before if p.target.rank == rank != p.reader)
-                track.add("exchange", begun, sum(come))
-        if wire is not None and not last:
-            stopped = _attempt(group.begin, "exchange", number)
-            if isinstance(stopped, errors.ProcessError):
-                raise failed or stopped
-            failed = failed or stopped
-            text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
-            header = _HEADER.pack(number, len(text)) + text
-            wire[:, : len(header)] = memoryview(header)
-            pieces = pieces_of(parcels, number)
-            if failed is not None:  # As many bytes, and none that would come over the text.
-                for n, (to, at, part) in enumerate(pieces.sent):
-                    pieces.sent[n] = to, at, in_row(number, ranks[to], at, part.nbytes)
-            begun = time.perf_counter()
-            link.start(wire, pieces)
-        taken = before if rows else parcels
-        failed = failed or _attempt(take_round, taken, came)
-        before = parcels
+    with _ctrl_c_waits() if rows else nullcontext([]) as pressed:
+        for number, parcels in enumerate([*schedule.rounds, ()] if rows else schedule.rounds):
+            last, came = number == len(schedule.rounds), None
+            wire = rows[number % 2] if rows else None
+            failed = failed or _attempt(read_round, number, parcels)
+            if number and rows:
+                came, interrupted = finish(number - 1)
+                failed = failed or interrupted
+                if track is not None:
+                    come = (p.nbytes for p in before if p.target.rank == rank != p.reader)
+                    track.add("exchange", begun, sum(come))
+            if wire is not None and not last:
+                stopped = _attempt(group.begin, "exchange", number)
+                if isinstance(stopped, errors.ProcessError):
+                    raise failed or stopped
+                failed = failed or stopped or next(iter(pressed), None)
+                text = b"" if failed is None else json.dumps(agree.described(failed)).encode()
+                header = _HEADER.pack(number, len(text)) + text
+                wire[:, : len(header)] = memoryview(header)
+                pieces = pieces_of(parcels, number)
+                if failed is not None:  # As many bytes, and none that would come over the text.
+                    for n, (to, at, part) in enumerate(pieces.sent):
+                        pieces.sent[n] = to, at, in_row(number, ranks[to], at, part.nbytes)
+                begun = time.perf_counter()
+                link.start(wire, pieces)
+            taken = before if rows else parcels
+            failed = failed or _attempt(take_round, taken, came)
+            before = parcels
+    failed = failed or next(iter(pressed), None)
     if failed is not None:
         raise failed
+
+
+@contextmanager
+def _ctrl_c_waits() -> Generator[list[KeyboardInterrupt]]:
+    """Ctrl-C is put into a list, the second is raised: elsewhere than in a round it breaks that."""
+    pressed: list[KeyboardInterrupt] = []
+
+    def press(*_: object) -> None:
+        pressed.append(KeyboardInterrupt())
+        if len(pressed) > 1:
+            raise pressed[-1]
+
+    usual, main = signal.default_int_handler, threading.main_thread()
+    if threading.current_thread() is not main or signal.getsignal(signal.SIGINT) is not usual:
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, usual)
 
 
 def _attempt(act: Callable[..., None], *given: Any) -> BaseException | None:

@@ -43,7 +43,7 @@ from mfload.planning.slicing import shape_of
 from mfload.progress import shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
-from mfload.trees import batches, matching, ties
+from mfload.trees import batches, matching, ties, torn
 from mfload.trees.batches import BatchItem, LeafPart
 from mfload.trees.matching import Wishes
 from mfload.trees.recipe import OPEN, Leaf, MisfitError, Recipe, brief
@@ -251,7 +251,6 @@ def load_into(
         together = mesh_load.together(backend, ranks, how.deadline)
     done = Report(processes=max(1, len(ranks)))
     filling: _Filling | None = None
-    torn: Sequence[str] = vars(target).get("mfload_torn", ())
     try:
         with together as group:
             if wrong is not None:
@@ -279,11 +278,12 @@ def load_into(
                 f"({brief(begun)}): some may hold new values, others those from before; load "
                 "again, or make the module anew"
             )
-            _mark_torn(target, {*torn, *begun})
+            torn.mark(target, {*vars(target).get("mfload_torn", ()), *begun})
         session.let_go(error)
         raise
-    filled = (module.leaves[number].name for number in found.recipes)
-    _mark_torn(target, set(torn).difference(filled))
+    filled = {name for number in found.recipes for name in module.leaves[number].names}
+    for part, names in torn.of(module.framework, target):
+        torn.mark(part, [own for name, own in names.items() if name not in filled])
     if asked.report is not None:
         notes = [*found.notes, *done.notes]
         if stay:
@@ -296,14 +296,6 @@ def load_into(
             "The checkpoint has nothing for them, and the module can't be called before they are "
             "set; what it computes and does not save, its own code has to compute"
         )
-
-
-def _mark_torn(target: Any, names: Collection[str]) -> None:
-    """Leaves these names in a module: of what may hold old values or new ones."""
-    if names:
-        vars(target)["mfload_torn"] = tuple(sorted(names))  # Keras tracks what it is assigned.
-    else:
-        vars(target).pop("mfload_torn", None)
 
 
 def _check(module: Module, asked: Wishes) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.formats import structure
+from mfload.trees import torn
 
 _CONTAINERS = (Mapping, list, tuple)
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -49,11 +50,12 @@ def by_name(
     whose names are those of `state_dict` or the paths of its variables. Raises as `named` does.
     """
     framework = framework_of(state)
-    if framework is not None and (torn := getattr(state, "mfload_torn", ())):
+    if framework is not None and (parts := torn.of(framework, state)):
+        names = sorted({name for _, names in parts for name in names})
         raise errors.UsageError(
             "a load_into that failed left the module with old values among new ones",
             expected="a load of all of them; or `del module.mfload_torn` once they are right",
-            found=f"may be either: {', '.join(torn[:8])}" + (", …" if len(torn) > 8 else ""),
+            found=f"may be either: {', '.join(names[:8])}" + (", …" if len(names) > 8 else ""),
         )
     if framework == "keras":
         from mfload.trees.keras_modules import KerasModule

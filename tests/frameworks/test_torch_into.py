@@ -30,6 +30,7 @@ from mfload.compat.dcp import HuggingFaceReader
 from mfload.frameworks import torch_memory
 from mfload.io import buffers, pread, probes
 from mfload.load_options import OVERHEAD
+from mfload.trees import modules
 from mfload.trees.torch_modules import TorchModule
 
 F8 = torch.float8_e4m3fn
@@ -625,6 +626,20 @@ def test_a_torn_module_is_marked_until_it_is_loaded(tmp_path: Path) -> None:
     assert "embed.weight" in net.mfload_torn
     mfload.load_into(net, path)
     assert not hasattr(net, "mfload_torn")
+    mfload.save(net, tmp_path / "whole.safetensors")
+
+
+def test_a_torn_part_of_a_module_is_torn_in_the_whole(tmp_path: Path) -> None:
+    net, path = make(2), write(tmp_path / "net.safetensors", make(1), "head.weight")
+    part = write(tmp_path / "part.safetensors", make(1).rnn)
+    fails = mock.patch.object(modules._Filling, "finish", side_effect=OSError)
+    for owner, file in ((net.rnn, part), (net, path)):
+        with fails, pytest.raises(OSError):
+            mfload.load_into(owner, file)
+        with pytest.raises(errors.UsageError, match=r"old values among new ones.*\brnn\."):
+            mfload.save(net, tmp_path / "torn.safetensors")
+    mfload.load_into(net, path)
+    mfload.save(net.rnn, tmp_path / "part.again.safetensors")
     mfload.save(net, tmp_path / "whole.safetensors")
 
 

@@ -102,3 +102,17 @@ def test_what_lies_before_is_decoded_anew(tmp_path: Path, held: Any) -> None:
     assert nbytes == 2 * (tmp_path / "w").stat().st_size
     for (start, stop), part in zip(rows, found, strict=True):
         assert np.array_equal(part, held[start:stop])
+
+
+def test_pieces_that_a_header_holds_are_told_apart(tmp_path: Path, held: Any) -> None:
+    """They are all at the same place of the file."""
+    info, data = tensor(tmp_path / "w", held, "zlib", 1000), (tmp_path / "w").read_bytes()
+    pieces = [
+        Piece(0, 0, 0, stored._replace(inline=data[offset : offset + nbytes]))
+        for _, offset, nbytes, stored in info.pieces
+        if stored is not None
+    ]
+    rows = [(0, 20), (20, 21), (30, 64)]
+    _, found = load(info._replace(pieces=tuple(pieces)), tmp_path / "w", rows, 1 << 20)
+    for (start, stop), part in zip(rows, found, strict=True):
+        assert np.array_equal(part, held[start:stop])
