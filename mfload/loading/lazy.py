@@ -23,7 +23,7 @@ from mfload.io.pread import FETCHED, PreadReader, fetch
 from mfload.load_options import started
 from mfload.loading import execute
 from mfload.loading.session import MAX_RANK, Loader, Shared, let_go
-from mfload.planning import boxes
+from mfload.planning import extents
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
@@ -144,7 +144,7 @@ class _Reader:
             if rows is not None and len(rows[0]) <= _FEW_ROWS:
                 return self._read_small(row, request.shape, rows)
             source = self._sources[row.pieces[0].source]
-            wanted = [(source, min(boxes.span(request), source.size))]
+            wanted = [(source, min(extents.span(request), source.size))]
             (leg,) = route.choose(wanted, *self._route)
             if not (leg.direct or leg.cold):
                 return self._read_small(row, request.shape, request)

@@ -19,7 +19,7 @@ from mfload.cuda.memory import DeviceBuffer
 from mfload.frameworks.base import Adapter
 from mfload.io.route import Leg
 from mfload.load_options import LoadOptions
-from mfload.planning import boxes
+from mfload.planning import extents
 from mfload.planning.blocks import Copy
 from mfload.planning.layout import DEVICE_ALIGNMENT
 from mfload.planning.plan import Place, Plan
@@ -202,11 +202,11 @@ def _rows(request: Request) -> tuple[int, Rows] | None:
         return None
     if selection is None:
         return 0, Rows.one(request.nbytes)
-    if (first := boxes.contiguous(request)) is not None:
+    if (first := extents.contiguous(request)) is not None:
         return first - info.pieces[0].offset, Rows.one(request.nbytes)
     if not selection.simple or dtype.elements > 1:
         return None
-    strides, unit = boxes.c_strides(info.shape, dtype.nbytes), np.dtype(f"V{dtype.nbytes}")
+    strides, unit = extents.c_strides(info.shape, dtype.nbytes), np.dtype(f"V{dtype.nbytes}")
     found = copies.rows(Copy(tuple(a.size for a in selection), strides, 0, unit, unit))
     start = sum(axis.start * stride for axis, stride in zip(selection, strides, strict=True))
     return None if found is None else (start, found)

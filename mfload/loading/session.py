@@ -801,9 +801,9 @@ def wanted_bytes(requests: Sequence[Request]) -> tuple[dict[int, int], set[str]]
         if selection is not None:
             key = id(selection), info.shape, info.dtype.name
             if key not in spans:
-                from mfload.planning import boxes  # Whole tensors do without it.
+                from mfload.planning import extents  # Whole tensors do without it.
 
-                spans[key] = boxes.span(request)  # What lies between may be read over.
+                spans[key] = extents.span(request)  # What lies between may be read over.
             nbytes = spans[key]
         wanted[source] = wanted.get(source, 0) + nbytes
     return wanted, apart

@@ -1,9 +1,8 @@
-"""Pieces: how tensors are read that are not one raw range in C order. Pure.
+"""Pieces: how tensors are stored that are not one raw range in C order, as strided arrays. Pure.
 
-Each part of a piece that a request wants is a copy between two strided arrays: elements of the
-piece, in the order of its bytes, and their places in the result. It is cut where a cut bounds the
-memory that it takes: raw bytes into blocks like any others, encoded ones into segments of one
-block, which are taken one after the other from what it is decoded to.
+Each box of a piece is an array with steps of its own, and what a request takes of it is a box of
+that, with its places in the result. So raw bytes are read as those of any other tensor (see
+`extents`); what encoded ones are decoded to is taken in parts of one block, one after the other.
 """
 
 from __future__ import annotations
@@ -11,13 +10,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from mfload.index import Box, Piece, TensorInfo
-from mfload.planning import boxes
-from mfload.planning.blocks import Block, Copy, Costs, Decode, Segment
+from mfload.planning import extents
+from mfload.planning.blocks import Block, Costs, Decode, Segment
+from mfload.planning.extents import Extent, Wanted
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis
 from mfload.stored import Stored
@@ -29,120 +27,130 @@ _WHOLE = Stored()
 _ENDLESS = 1 << 62
 
 
-Wanted = tuple[Request, int, int]
-"""A request, and the buffer and the byte of it where its result goes."""
+class _Array(NamedTuple):
+    """A box of a piece: the byte of its first element, and its dims, those with long steps first.
 
-
-_Dims = tuple[tuple[int, int, int], ...]
-
-
-class _Part(NamedTuple):
-    """A copy between strided arrays, the dims with the longest steps in the piece first.
-
-    `first` is a byte of the piece, `at` one of the result's buffer; each dim has its size and the
-    bytes from one element to the next here and there.
+    Attributes:
+        order: The tensor's dim of each; negative ones are walked backwards.
+        again: The tensor's dims that there are no bytes for.
     """
 
     first: int
-    at: int
-    dims: _Dims
+    lengths: tuple[int, ...]
+    strides: tuple[int, ...]
+    order: tuple[int, ...]
+    back: tuple[bool, ...]
+    again: tuple[int, ...]
 
 
-def blocks(wanted: Sequence[Wanted], costs: Costs) -> Iterator[Block]:
-    """The blocks that read what several requests want of one tensor.
+def parts(requests: Sequence[Request], piece: Piece, costs: Costs) -> Iterator[Extent]:
+    """The extents of what requests take of a piece; the parts of each have their numbers.
 
-    Piece by piece, and in the order of its bytes. Each byte is read once, unless requests take
-    other steps, or strides lead through it twice.
+    Offsets count from the piece's first byte, decoded.
     """
-    info = wanted[0][0].info
-    for piece in info.pieces:
-        stored = piece.stored or _WHOLE
-        encoded = bool(stored.encodings) or stored.inline is not None
-        found: list[Segment] = []
-        parts = [[*_parts(info, stored, each)] for each in wanted]
-        spans = sorted(_span(part, info.dtype.nbytes) for each in parts for part in each)
-        if not spans:
-            continue
-        gap = max(1, costs.merge_gap)
-        if encoded or _close(parts, spans, info.dtype.nbytes):
-            gap = _ENDLESS
-        # Bytes that go to one place alone need no slot.
-        straight = all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
-        run = costs.slot
-        if straight:
-            run = _ENDLESS if encoded else costs.block
-        for each, mine in zip(wanted, parts, strict=True):
-            cut = _Cut(each[0], stored, costs.slot, gap, run)
-            for part in mine:
-                found += cut.segments(part, each[1])
-        found.sort(key=lambda segment: segment.offset)
-        if not encoded:
-            yield from _raw(piece, found, gap, costs)
-            continue
-        window = max(
-            (each.nbytes for each in found if each.copy is not None or not straight), default=0
-        )
-        fetched, nbytes = min(FETCHED, costs.slot), piece.nbytes
-        if stored.inline is not None:
-            nbytes = 0
-        decode = Decode(info.name, stored.encodings, fetched, window, stored.inline)
-        yield Block(piece.source, piece.offset, nbytes, tuple(found), nbytes, decode)
-
-
-def _raw(piece: Piece, segments: Sequence[Segment], gap: int, costs: Costs) -> Iterator[Block]:
-    """Blocks of segments in file order; of those that lie together, or in one another."""
-    group: list[Segment] = []
-    end = 0
-
-    def made() -> Block:
-        start = group[0].offset
-        shared = None
-        if len(group) > 1 or group[0].copy is not None:
-            shared = min(end - start, sum(segment.wanted for segment in group))
-        return Block(piece.source, start, end - start, tuple(group), shared)
-
-    for segment in segments:
-        segment = segment._replace(offset=piece.offset + segment.offset)
-        stop = segment.offset + segment.nbytes
-        if group and (segment.offset - end >= gap or max(end, stop) - group[0].offset > costs.slot):
-            yield made()
-            group = []
-        end = max(end, stop) if group else stop
-        group.append(segment)
-    if group:
-        yield made()
-
-
-def _close(parts: Sequence[Sequence[_Part]], spans: Sequence[tuple[int, int]], unit: int) -> bool:
-    """Whether so much of a piece is wanted that it is read as one, whatever lies between."""
-    counts = (math.prod(n for n, *_ in part.dims) for each in parts for part in each)
-    return 2 * unit * sum(counts) >= max(stop for _, stop in spans) - spans[0][0]
-
-
-def _parts(info: TensorInfo, stored: Stored, wanted: Wanted) -> Iterator[_Part]:
-    """What a request wants of a piece."""
-    request, _, at = wanted
-    shape, unit = boxes.stored_shape(info), info.dtype.nbytes
-    axes = tuple(Axis(0, length) for length in shape)
-    if request.selection is not None:
-        axes = boxes.stored_axes(request.selection, info.dtype.elements)
-    rows = boxes.c_strides([axis.size for axis in axes], request.dtype.nbytes)
+    info, stored = requests[0].info, piece.stored or _WHOLE
+    if encoded(piece):
+        costs = costs._replace(merge_gap=_ENDLESS, row_gap=None, span=0, concurrency=None)
+    shape, unit = extents.stored_shape(info), info.dtype.nbytes
+    every = [extents.axes_of(request, shape) for request in requests]
+    swapped = stored.big_endian and info.dtype.bits > 8
     for box, start, steps in _boxes(stored, shape):
-        found = map(_within, axes, box)
-        for chosen in itertools.product(*found):
-            first, to = start, at
-            dims: list[tuple[int, int, int]] = []
-            for (k, axis), (low, _), step, row in zip(chosen, box, steps, rows, strict=True):
-                step_here, step_there = axis.step * step, row
-                first += (axis.start - low) * step
-                to += k * row
-                if step_here < 0:
-                    first += (axis.size - 1) * step_here
-                    to += (axis.size - 1) * step_there
-                    step_here, step_there = -step_here, -step_there
-                if axis.size > 1:
-                    dims.append((axis.size, step_here * unit, step_there))
-            yield _Part(first * unit, to, _folded(dims))
+        array = _array(box, start, steps, unit)
+        together = list[tuple[int, int, Wanted]]()
+        for number, (request, axes) in enumerate(zip(requests, every, strict=True)):
+            types = extents.element_types(request, swapped=swapped)
+            for at, wanted in _taken(request, axes, box, array, types):
+                one = number, at, wanted
+                if any(axis.step != 1 for axis in wanted.axes) or wanted.again:
+                    yield from _numbered([one], array, costs)
+                else:
+                    together.append(one)
+        if together:
+            yield from _numbered(together, array, costs)
+
+
+def _numbered(
+    wanted: Sequence[tuple[int, int, Wanted]], array: _Array, costs: Costs
+) -> Iterator[Extent]:
+    given = array.lengths, array.strides, [each for _, _, each in wanted]
+    for each in extents.extents(*given, costs):
+        made: list[extents.Part] = []
+        for box, offset, nbytes, at, copy in each.parts:
+            number, ahead, _ = wanted[box]
+            made.append(extents.Part(number, offset + array.first, nbytes, at + ahead, copy))
+        yield each._replace(offset=each.offset + array.first, parts=tuple(made))
+
+
+def encoded(piece: Piece) -> bool:
+    """Whether what a piece holds is not in the source as it is."""
+    stored = piece.stored or _WHOLE
+    return bool(stored.encodings) or stored.inline is not None
+
+
+def decoding(
+    info: TensorInfo,
+    piece: Piece,
+    found: Sequence[Extent],
+    spots: Sequence[tuple[int, int]],
+    costs: Costs,
+) -> Block | None:
+    """The block that decodes a piece: the parts of its extents, in the order of its bytes."""
+    stored = piece.stored or _WHOLE
+    segments = [
+        Segment(offset, nbytes, spots[n][0], spots[n][1] + at, copy)
+        for each in found
+        for n, offset, nbytes, at, copy in each.parts
+    ]
+    if not segments:
+        return None
+    segments.sort(key=lambda each: each.offset)
+    ends = [each.offset + each.nbytes for each in segments]
+    # Bytes that go to one place alone need no room.
+    straight = all(end <= each.offset for end, each in zip(ends, segments[1:], strict=False))
+    window = [each.nbytes for each in segments if each.copy is not None or not straight]
+    fetched, nbytes = min(FETCHED, costs.slot), piece.nbytes
+    if stored.inline is not None:
+        nbytes = 0
+    decode = Decode(info.name, stored.encodings, fetched, max(window, default=0), stored.inline)
+    return Block(piece.source, piece.offset, nbytes, tuple(segments), nbytes, decode)
+
+
+def _array(box: Box, start: int, steps: Sequence[int], unit: int) -> _Array:
+    dims = list[tuple[int, int, int, bool]]()
+    again: list[int] = []
+    for dim, ((low, high), step) in enumerate(zip(box, steps, strict=True)):
+        length = high - low
+        if step == 0 and length != 1:
+            again.append(dim)
+            continue
+        if step < 0:
+            start += (length - 1) * step
+        dims.append((abs(step), length, dim, step < 0))
+    dims.sort(key=lambda each: (-each[0], each[2]))
+    strides, lengths, order, back = zip(*dims, strict=True) if dims else ((), (), (), ())
+    return _Array(
+        start * unit, lengths, tuple(step * unit for step in strides), order, back, tuple(again)
+    )
+
+
+def _taken(
+    request: Request, axes: Sequence[Axis], box: Box, array: _Array, types: tuple[Any, Any]
+) -> Iterator[tuple[int, Wanted]]:
+    """What a request takes of a box: the first byte in the result, and boxes of the array."""
+    rows = extents.c_strides([axis.size for axis in axes], types[1].itemsize)
+    for chosen in itertools.product(*map(_within, axes, box)):
+        at = sum(k * row for (k, _), row in zip(chosen, rows, strict=True))
+        taken, paces = list[Axis](), list[int]()
+        for dim, back, length in zip(array.order, array.back, array.lengths, strict=True):
+            (_, axis), (low, _) = chosen[dim], box[dim]
+            start, step = axis.start - low, axis.step
+            if back:
+                start, step = length - 1 - start, -step
+            taken.append(Axis(start, axis.size, 1 if axis.size == 1 else step))
+            paces.append(rows[dim])
+        again = [(chosen[dim][1].size, rows[dim]) for dim in array.again]
+        again = tuple(each for each in again if each[0] != 1)
+        yield at, Wanted(tuple(taken), tuple(paces), *types, request, again)
 
 
 def _boxes(stored: Stored, shape: tuple[int, ...]) -> Iterator[tuple[Box, int, Sequence[int]]]:
@@ -151,9 +159,9 @@ def _boxes(stored: Stored, shape: tuple[int, ...]) -> Iterator[tuple[Box, int, S
         # A tensor without dims has a box without any.
         box = stored.box or tuple((0, length) for length in shape)
         chunk = stored.chunk or tuple(high - low for low, high in box)
-        yield box, stored.start, stored.strides or boxes.c_strides(chunk, 1)
+        yield box, stored.start, stored.strides or extents.c_strides(chunk, 1)
         return
-    steps = boxes.c_strides(shape, 1)
+    steps = extents.c_strides(shape, 1)
     begin, stop = stored.flat
     for box in _stretch(begin, stop, shape):
         first = sum(low * step for (low, _), step in zip(box, steps, strict=True))
@@ -188,86 +196,3 @@ def _within(axis: Axis, span: tuple[int, int]) -> list[tuple[int, Axis]]:
     bounds = (low, high) if step > 0 else (high - 1, low - 1)
     first, stop = (min(axis.size, max(0, -((start - bound) // step))) for bound in bounds)
     return [(first, Axis(start + first * step, stop - first, step))] if first < stop else []
-
-
-def _folded(dims: list[tuple[int, int, int]]) -> _Dims:
-    """Dims with the longest steps first; those that one step leads through are one."""
-    made: list[tuple[int, int, int]] = []
-    for n, step, there in sorted(dims, key=lambda dim: -dim[1]):
-        if made and made[-1][1:] == (n * step, n * there):
-            n *= made.pop()[0]
-        made.append((n, step, there))
-    return tuple(made)
-
-
-class _Cut:
-    """Cuts what a request wants of a piece into segments.
-
-    None is longer than a slot, or than `run` if its bytes are taken as they are; none has a gap
-    of `gap` bytes or more.
-    """
-
-    def __init__(self, request: Request, stored: Stored, slot: int, gap: int, run: int) -> None:
-        dtype = request.info.dtype
-        # Bytes are moved, not numbers, unless they change.
-        opaque = np.dtype(f"V{dtype.nbytes}" if dtype.nbytes > 1 else np.uint8)
-        self._source, self._target = opaque, opaque
-        swapped = stored.big_endian and dtype.bits > 8
-        source, target = dtype.numpy, request.dtype.numpy
-        if source is not None and target is not None and (swapped or request.dtype is not dtype):
-            self._source = source.newbyteorder(">") if swapped else source
-            self._target = target
-        self._unit, self._name, self._checked = dtype.nbytes, request.info.name, request.checked
-        self._slot, self._gap, self._run = slot, gap, run
-
-    def segments(self, part: _Part, buffer: int) -> Iterator[Segment]:
-        """The segments of a part, in the order of the piece."""
-        for each in self._cut(part):
-            first, at, dims = each
-            copy = None
-            if not self._is_run(dims):
-                sizes, steps, places = zip(*dims, strict=True) if dims else ((), (), ())
-                types = self._source, self._target
-                copy = Copy(sizes, steps, 0, *types, self._checked, self._name, places)
-            start, stop = _span(each, self._unit)
-            yield Segment(first, stop - start, buffer, at, copy)
-
-    def _cut(self, part: _Part) -> Iterator[_Part]:
-        first, at, dims = part
-        most = self._run if self._is_run(dims) else self._slot
-        start, stop = _span(part, self._unit)
-        if stop - start <= most and self._widest(dims) < self._gap:
-            yield part
-            return
-        (n, step, there), inner = dims[0], dims[1:]
-        start, stop = _span(_Part(0, 0, inner), self._unit)
-        count = 1
-        if step - stop < self._gap and self._widest(inner) < self._gap:
-            count = max(1, (most - max(stop, step)) // step + 1)
-        # Cut where no request counts, so that blocks of several fit together.
-        rows = count - first // step % count
-        done = 0
-        while done < n:
-            rows = min(rows, n - done)
-            rest = inner if rows == 1 else ((rows, step, there), *inner)
-            yield from self._cut(_Part(first + done * step, at + done * there, rest))
-            done, rows = done + rows, count
-
-    def _is_run(self, dims: _Dims) -> bool:
-        """Whether bytes lie in their place as they are stored."""
-        unit = self._unit
-        plain = self._source == self._target
-        return plain and (not dims or (len(dims) == 1 and dims[0][1:] == (unit, unit)))
-
-    def _widest(self, dims: _Dims) -> int:
-        """The longest stretch between neighbours that is not wanted."""
-        widest, reach = 0, self._unit
-        for n, step, _ in reversed(dims):
-            widest = max(widest, step - reach)
-            reach += (n - 1) * step
-        return widest
-
-
-def _span(part: _Part, unit: int) -> tuple[int, int]:
-    """The first byte of a part, and the end of its last element."""
-    return part.first, part.first + unit + sum((n - 1) * step for n, step, _ in part.dims)

@@ -273,7 +273,7 @@ class _Kind(NamedTuple):
 
 def _kind(wanted: Sequence[Request], layout: Layout, known: dict[Any, _Kind]) -> _Kind:
     """The kind of a tensor's parts; layers of a model are alike, and share it."""
-    from mfload.planning import boxes  # Whole tensors do without it.
+    from mfload.planning import extents  # Whole tensors do without it.
 
     info = wanted[0].info
     # Selections live as long as the requests, and tensors that are alike share them.
@@ -281,7 +281,7 @@ def _kind(wanted: Sequence[Request], layout: Layout, known: dict[Any, _Kind]) ->
     key = info.dtype.name, info.shape, info.simple, *cut
     if key not in known:
         start, count = info.pieces[0].offset, len(wanted)
-        found = [boxes.contiguous(request) for request in wanted]
+        found = [extents.contiguous(request) for request in wanted]
         keys = [start if at is None else at for at in found]
         order = sorted(range(count), key=keys.__getitem__)
         ahead = [None if (at := found[n]) is None else at - start for n in order]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mfload.planning.blocks import LONG, Block, Costs, Segment
 from mfload.planning.request import Request
 
 if TYPE_CHECKING:
-    from mfload.planning import boxes  # Whole tensors do without it.
+    from mfload.planning import extents  # Whole tensors do without it.
 
 # Segments of several buffers are read at once up to so many bytes. Beyond, a read of its own
 # costs little, and one that has a single place needs no slot, whatever the engine.
@@ -25,12 +25,12 @@ class Reads:
         decoding: Bytes that a reader holds for the block that takes most to decode.
     """
 
-    def __init__(self, costs: Costs, known: dict[Any, list[boxes.Cell]] | None = None) -> None:
+    def __init__(self, costs: Costs, known: dict[Any, list[extents.Extent]] | None = None) -> None:
         self.staged = self.decoding = 0
         self._costs = costs
         self._gap = max(1, costs.merge_gap)
         self._blocks: list[Block] = []
-        self._known: dict[Any, list[boxes.Cell]] = {} if known is None else known
+        self._known: dict[Any, list[extents.Extent]] = {} if known is None else known
         self._source = -1
         # Bytes that follow each other in the file and in memory: offset, bytes, buffer, place.
         self._run = (0, 0, -1, 0)
@@ -65,16 +65,26 @@ class Reads:
         """
         info = wanted[0].info
         if not info.simple:
-            self._pieces([(r, *spot) for r, spot in zip(wanted, spots, strict=True)])
+            self._pieces(wanted, spots)
             return
         source, base, *_ = info.pieces[0]
         if len(wanted) == 1 and offsets[0] is not None:
             self.run(source, offsets[0], wanted[0].nbytes, *spots[0])
             return
-        for offset, nbytes, asked, parts, rows in self._cells(wanted, kind, starts):
+        self._read(source, base, self._extents(wanted, kind, starts), spots)
+
+    def _read(
+        self,
+        source: int,
+        base: int,
+        found: Iterable[extents.Extent],
+        spots: Sequence[tuple[int, int]],
+    ) -> None:
+        """Takes extents of an array whose first byte is `base`."""
+        for offset, nbytes, asked, parts, rows in found:
             plain = len(parts) == 1 and parts[0].copy is None
             if plain and rows is None:
-                buffer, at = spots[parts[0].request]
+                buffer, at = spots[parts[0].box]
                 self.run(source, base + offset, nbytes, buffer, at + parts[0].at)
                 continue
             segments: list[Segment] = []
@@ -93,42 +103,46 @@ class Reads:
                 held = rows.reach(rows.together) if rows.together else nbytes
                 self.staged = max(self.staged, held)
 
-    def _pieces(self, wanted: Sequence[tuple[Request, int, int]]) -> None:
+    def _pieces(self, wanted: Sequence[Request], spots: Sequence[tuple[int, int]]) -> None:
         """Takes parts of a tensor that is not one raw range."""
         from mfload.planning import pieces  # Late: most tensors are.
 
-        self._end_run(-1)
-        for block in pieces.blocks(wanted, self._costs):
-            if block.decode is not None:
-                self.decoding = max(self.decoding, block.decode.held)
-            elif block.staged:
-                self.staged = max(self.staged, block.nbytes)
-            self._blocks.append(block)
+        info = wanted[0].info
+        for piece in info.pieces:
+            found = pieces.parts(wanted, piece, self._costs)
+            if not pieces.encoded(piece):
+                self._read(piece.source, piece.offset, found, spots)
+                continue
+            self._end_run(-1)
+            block = pieces.decoding(info, piece, [*found], spots, self._costs)
+            if block is not None:
+                self.decoding = max(self.decoding, block.decode.held if block.decode else 0)
+                self._blocks.append(block)
 
     def end(self) -> tuple[Block, ...]:
         """The blocks."""
         self._end_run(-1)
         return tuple(self._blocks)
 
-    def _cells(
+    def _extents(
         self, wanted: Sequence[Request], kind: Any, starts: Sequence[int] | None
-    ) -> list[boxes.Cell]:
-        """Cells of a tensor: of each part with steps or lists, and of the others together."""
+    ) -> list[extents.Extent]:
+        """Extents of a tensor: of each part with steps or lists, and of the others together."""
         if (known := self._known.get(kind)) is not None:
             return known
-        from mfload.planning import boxes
+        from mfload.planning import extents
 
         if len(wanted) == 1 and kind is None:
-            return boxes.cells(wanted, self._costs)
+            return extents.of_tensor(wanted, self._costs)
         simple = [n for n, r in enumerate(wanted) if r.selection is None or r.selection.simple]
         alone = [[n] for n in range(len(wanted)) if n not in simple]
-        found: list[boxes.Cell] = []
+        found: list[extents.Extent] = []
         for numbers in [*alone, simple] if simple else alone:
-            for cell in boxes.cells([wanted[n] for n in numbers], self._costs):
-                parts = tuple([part._replace(request=numbers[part.request]) for part in cell.parts])
-                if starts is not None and kind is not None and cell.rows is None:
-                    parts = boxes.joined(parts, starts)
-                found.append(cell._replace(parts=parts))
+            for each in extents.of_tensor([wanted[n] for n in numbers], self._costs):
+                parts = tuple([part._replace(box=numbers[part.box]) for part in each.parts])
+                if starts is not None and kind is not None and each.rows is None:
+                    parts = extents.joined(parts, starts)
+                found.append(each._replace(parts=parts))
         if kind is not None:
             self._known[kind] = found
         return found

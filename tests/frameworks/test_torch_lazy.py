@@ -37,7 +37,7 @@ from mfload.frameworks.torch_lazy import LazyTensor
 from mfload.io import buffers, probes
 from mfload.io.pread import FETCHED
 from mfload.loading import execute, lazy as opened_lazily
-from mfload.planning import boxes
+from mfload.planning import extents
 from mfload.sources.local import OpenFile
 
 SHAPE = (64, 96)
@@ -777,13 +777,13 @@ def test_columns_of_tensors_that_are_alike_are_planned_once(
     model = {f"{n:03}": torch.randn(16 + n // 2, 64) for n in range(200)}
     save_file(model, tmp_path / "model.safetensors")
     planned: list[Any] = []
-    real = boxes.cells
+    real = extents.of_tensor
 
-    def cells(requests: Any, costs: Any) -> Any:
+    def of_tensor(requests: Any, costs: Any) -> Any:
         planned.append(requests)
         return real(requests, costs)
 
-    monkeypatch.setattr(boxes, "cells", cells)
+    monkeypatch.setattr(extents, "of_tensor", of_tensor)
     opened = Opened(tmp_path)
     for name, lazily in opened.tensors.items():
         for columns in (slice(0, 32), slice(32, 64)):

@@ -20,7 +20,7 @@ from mfload.index import Piece, TensorInfo
 from mfload.io.pread import place as put
 from mfload.planning import layout, plan as planning
 from mfload.planning.blocks import Costs
-from mfload.planning.boxes import c_strides
+from mfload.planning.extents import c_strides
 from mfload.planning.plan import Plan, make_plan
 from mfload.planning.request import HOST, Allocation, Request
 from mfload.planning.slicing import select

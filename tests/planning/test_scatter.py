@@ -21,7 +21,7 @@ from mfload.index import Box, Piece, TensorInfo
 from mfload.io import buffers, pread, route
 from mfload.io.pread import place as put
 from mfload.loading import execute
-from mfload.planning import boxes
+from mfload.planning import extents
 from mfload.planning.blocks import Costs, stored
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan, make_plan
@@ -136,7 +136,7 @@ def cases(draw: Any, most: int = 12) -> Case:
 
 
 def _plan(case: Case) -> Plan:
-    with mock.patch.object(boxes, "LONG", case.long):
+    with mock.patch.object(extents, "LONG", case.long):
         return make_plan(case.requests, costs=case.costs, alignment=case.alignment)
 
 

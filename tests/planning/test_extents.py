@@ -14,7 +14,7 @@ import samples
 import mfload
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
-from mfload.planning import boxes
+from mfload.planning import extents
 from mfload.planning.blocks import Costs, Rows
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
@@ -30,20 +30,22 @@ def _need(shape: tuple[int, ...], index: Any, dtype: str = "F32", to: str | None
 
 
 def _ranges(request: Request, costs: Costs = COSTS) -> list[tuple[int, int]]:
-    return [(1000 + cell.offset, cell.nbytes) for cell in boxes.cells([request], costs)]
+    return [(1000 + cell.offset, cell.nbytes) for cell in extents.of_tensor([request], costs)]
 
 
-def _part(request: Request) -> boxes.Part:
+def _part(request: Request) -> extents.Part:
     """The part of a request that is read at once."""
-    (cell,) = boxes.cells([request], COSTS)
+    (cell,) = extents.of_tensor([request], COSTS)
     (part,) = cell.parts
     return part
 
 
 def test_a_whole_tensor_is_one_plain_segment() -> None:
     request = _need((10, 20), ...)
-    assert boxes.cells([request], COSTS) == [boxes.Cell(0, 800, 800, (boxes.Part(0, 0, 800, 0),))]
-    assert boxes.contiguous(request) == 1000
+    assert extents.of_tensor([request], COSTS) == [
+        extents.Extent(0, 800, 800, (extents.Part(0, 0, 800, 0),))
+    ]
+    assert extents.contiguous(request) == 1000
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_a_whole_tensor_is_one_plain_segment() -> None:
 )
 def test_what_lies_together_is_contiguous(index: Any, offset: int) -> None:
     request = _need((10, 20), index)
-    assert boxes.contiguous(request) == offset
+    assert extents.contiguous(request) == offset
     assert _ranges(request) == [(offset, request.nbytes)]
 
 
@@ -69,12 +71,12 @@ def test_what_lies_together_is_contiguous(index: Any, offset: int) -> None:
     [slice(None, None, 2), (slice(None), slice(0, 19)), slice(None, None, -1), (slice(None), 3)],
 )
 def test_what_lies_apart_or_backwards_is_not(index: Any) -> None:
-    assert boxes.contiguous(_need((10, 20), index)) is None
+    assert extents.contiguous(_need((10, 20), index)) is None
 
 
 def test_a_conversion_is_never_contiguous() -> None:
     request = _need((10, 20), ..., to="F64")
-    assert boxes.contiguous(request) is None
+    assert extents.contiguous(request) is None
     copy = _part(request).copy
     assert copy is not None
     assert (copy.source, copy.target) == (np.dtype("f4"), np.dtype("f8"))
@@ -82,38 +84,40 @@ def test_a_conversion_is_never_contiguous() -> None:
 
 def test_columns_far_apart_are_read_row_by_row() -> None:
     request = _need((50, 32_000), (slice(None), slice(8, 16)))
-    (cell,) = boxes.cells([request], COSTS)
-    assert cell == boxes.Cell(
-        32, 50 * 32, 50 * 32, (boxes.Part(0, 32, 50 * 32, 0),), Rows(range(50), 128_000, 32, 0)
+    (cell,) = extents.of_tensor([request], COSTS)
+    assert cell == extents.Extent(
+        32, 50 * 32, 50 * 32, (extents.Part(0, 32, 50 * 32, 0),), Rows(range(50), 128_000, 32, 0)
     )
 
 
 def test_columns_that_lie_closer_than_the_gap_are_read_over() -> None:
     request = _need((50, 512), (slice(None), slice(8, 16)))
     assert _ranges(request) == [(1000 + 32, 49 * 2048 + 32)]
-    apart, over = (boxes.cells([request], Costs(merge_gap=2048 - 32 + more))[0] for more in (0, 1))
+    apart, over = (
+        extents.of_tensor([request], Costs(merge_gap=2048 - 32 + more))[0] for more in (0, 1)
+    )
     assert (apart.nbytes, apart.wanted) == (50 * 32, 50 * 32)
     assert (over.nbytes, over.rows) == (49 * 2048 + 32, None)
 
 
 def test_many_rows_are_shared_out_and_rows_of_a_server_are_requests_of_their_own() -> None:
     request = _need((9000, 32_000), (slice(None), slice(8, 16)))
-    counts = [len(cell.rows.numbers) for cell in boxes.cells([request], COSTS) if cell.rows]
+    counts = [len(cell.rows.numbers) for cell in extents.of_tensor([request], COSTS) if cell.rows]
     assert counts == [4096, 4096, 808]
-    assert len(boxes.cells([request], Costs(concurrency=8))) == 9000
+    assert len(extents.of_tensor([request], Costs(concurrency=8))) == 9000
 
 
 def test_columns_of_a_list_are_not_a_cell_a_row() -> None:
     request = _need((3000, 4000), (slice(None), [7, 3, 3, 900]))
-    (cell,) = boxes.cells([request], COSTS)
+    (cell,) = extents.of_tensor([request], COSTS)
     assert (cell.offset, cell.wanted, len(cell.parts)) == (12, 3000 * 3 * 4, 4)
 
 
 def test_rows_of_a_list_are_numbered_from_the_first_in_the_file() -> None:
     request = _need((5000, 32_000), ([7, 3, 3, 4000], slice(8, 16)))
-    (cell,) = boxes.cells([request], COSTS)
+    (cell,) = extents.of_tensor([request], COSTS)
     assert (cell.offset, cell.rows) == (3 * 128_000 + 32, Rows([4, 0, 0, 3997], 128_000, 32, 0))
-    assert cell.parts == (boxes.Part(0, 3 * 128_000 + 32, 128, 0),)
+    assert cell.parts == (extents.Part(0, 3 * 128_000 + 32, 128, 0),)
 
 
 def test_a_span_longer_than_a_block_is_cut_by_rows() -> None:
@@ -146,7 +150,7 @@ def test_nothing_is_read_for_nothing() -> None:
 
 def test_packed_elements_move_as_bytes() -> None:
     request = _need((4, 64), (slice(None, None, 2), slice(8, 24)), "F4")
-    (cell,) = boxes.cells([request], COSTS)
+    (cell,) = extents.of_tensor([request], COSTS)
     assert (cell.offset, cell.nbytes) == (4, 64 + 8)
     assert cell.wanted == request.nbytes == 16
 

@@ -1,9 +1,11 @@
-"""Boxes: which bytes of the file hold the parts of a tensor, and how they are read together. Pure.
+"""Extents: which bytes of a stored array hold what is wanted of it, and how they are read. Pure.
 
-The edges of all parts cut a dim into intervals; within one, the same parts want the same rows.
-Rows that they want whole are a run. Other rows are one cell, however many they are: they are read
-as spans if little lies between them, or each by itself, and picked apart in memory. Rows of which
-one is longer than a slot, or has long gaps itself, are cut along the next dim in the same way.
+An array is stored in dims that go through its bytes, those with the longest steps first: all of a
+raw tensor, a chunk, a view with strides of its own. The edges of all boxes that are wanted cut a
+dim into intervals; within one, the same boxes want the same rows. Rows that they want whole are a
+run. Other rows are one extent, however many they are: they are read as spans if little lies between
+them, or each by itself, and picked apart in memory. Rows of which one is longer than a slot, or has
+long gaps itself, are cut along the next dim in the same way.
 """
 
 from __future__ import annotations
@@ -22,28 +24,28 @@ from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, Selection
 
 _NARROW = 64  # Bytes up to which a run is copied as one element.
-# A cell has a row that is read by itself for each so many bytes that it may reach over, and no
-# fewer than so many rows: readers share cells, and those of a disk are smaller.
+# An extent has a row that is read by itself for each so many bytes that it may reach over, and no
+# fewer than so many rows: readers share them, and those of a disk are smaller.
 _APART, _LEAST_APART = 16 << 10, 256
 
 
 class Part(NamedTuple):
-    """What one request, by its number, takes of a cell: a range, and where in the result it goes.
+    """What one box, by its number, takes of an extent: a range, and where in the result it goes.
 
-    Offsets count from the tensor's first byte, so tensors of one shape can share the work.
+    Offsets count from the array's first byte, so tensors of one shape can share the work.
     """
 
-    request: int
+    box: int
     offset: int
     nbytes: int
     at: int
     copy: Copy | None = None
 
 
-class Cell(NamedTuple):
+class Extent(NamedTuple):
     """A range that is read at once, and its parts in file order; `wanted` bytes of it are wanted.
 
-    A single part without a copy may be of any length; other cells fit in a slot, or have rows.
+    A single part without a copy may be of any length; other extents fit in a slot, or have rows.
     """
 
     offset: int
@@ -95,12 +97,28 @@ def _extent(
     return start if ahead else None, reach
 
 
-def cells(requests: Sequence[Request], costs: Costs) -> list[Cell]:
-    """How parts of one tensor are read: several simple ones together, or any one.
+def of_tensor(requests: Sequence[Request], costs: Costs) -> list[Extent]:
+    """How parts of one simple tensor are read: several without steps together, or any one."""
+    info = requests[0].info
+    shape = stored_shape(info)
+    boxes: list[Wanted] = []
+    for request in requests:
+        axes = axes_of(request, shape)
+        types = element_types(request)
+        rows = c_strides([axis.size for axis in axes], types[1].itemsize)
+        boxes.append(Wanted(axes, rows, *types, request))
+    return extents(shape, c_strides(shape, info.dtype.nbytes), boxes, costs)
 
-    Cells come in file order and don't overlap, except those of a list of integers.
+
+def extents(
+    lengths: Sequence[int], strides: Sequence[int], boxes: Sequence[Wanted], costs: Costs
+) -> list[Extent]:
+    """How boxes of a stored array are read: several without steps together, or any one.
+
+    `strides` are the bytes between neighbours in each dim, the longest first. Extents come in the
+    order of the bytes and don't overlap, except those of a list of integers.
     """
-    return _Tensor(requests, costs).cells(0, tuple(range(len(requests))))
+    return _Array(lengths, strides, boxes, costs).extents(0, tuple(range(len(boxes))))
 
 
 def joined(parts: tuple[Part, ...], starts: Sequence[int]) -> tuple[Part, ...]:
@@ -110,7 +128,7 @@ def joined(parts: tuple[Part, ...], starts: Sequence[int]) -> tuple[Part, ...]:
     takes a fraction of the time of many.
     """
     first, last, copy = parts[0], parts[-1], parts[0].copy
-    places = [starts[part.request] + part.at for part in parts]
+    places = [starts[part.box] + part.at for part in parts]
     if copy is None or len(parts) < 2 or any(part.copy != copy for part in parts):
         return parts
     step, pace = parts[1].offset - first.offset, places[1] - places[0]
@@ -124,24 +142,48 @@ def joined(parts: tuple[Part, ...], starts: Sequence[int]) -> tuple[Part, ...]:
     return (first._replace(nbytes=reach, copy=every),)
 
 
-class _Box(NamedTuple):
-    """A request in the dims that are left when uncut dims are folded away."""
+class Wanted(NamedTuple):
+    """A box of a stored array, and where in a result it goes.
+
+    Attributes:
+        rows: Bytes of the result between two elements of each dim.
+        stored: Element type as stored.
+        target: Element type as delivered.
+        request: For the checks of values and the errors of these.
+        again: Dims that the array has no bytes for: the size, and the bytes of the result between
+            two of the same.
+    """
 
     axes: tuple[Axis, ...]
-    rows: tuple[int, ...]  # Bytes of the result between two elements of each dim.
+    rows: tuple[int, ...]
     stored: np.dtype[Any]
     target: np.dtype[Any]
     request: Request
+    again: tuple[tuple[int, int], ...] = ()
 
     @property
     def converts(self) -> bool:
+        """Whether values are converted."""
         return self.stored != self.target
 
-    def copy(self, shape: tuple[int, ...], strides: tuple[int, ...], start: int = 0) -> Copy:
+    def packed(self) -> int:
+        """From which dim on elements follow each other in the result."""
+        ends = [axis.size * row for axis, row in zip(self.axes, self.rows, strict=True)]
+        return len(ends) + 1 if self.again else _packed(self.rows, ends, self.target.itemsize)
+
+    def copy(
+        self,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        start: int = 0,
+        into: tuple[int, ...] | None = None,
+    ) -> Copy:
+        """How some of its elements get from a slot to their places."""
         request = self.request
         # Without a name, tensors that are alike share the copy; only an error needs the name.
         name = request.info.name if request.checked else None
-        return Copy(shape, strides, start, self.stored, self.target, request.checked, name)
+        checked = request.checked
+        return Copy(shape, strides, start, self.stored, self.target, checked, name, into)
 
 
 class _Reach(NamedTuple):
@@ -154,31 +196,40 @@ class _Reach(NamedTuple):
     run: int  # The shortest stretch that one box takes as it is stored; 0 if several do.
 
 
-class _Tensor:
-    """One tensor and its boxes; results for a set of boxes are kept, since rows repeat."""
+class _Array:
+    """One array and its boxes; results for a set of boxes are kept, since rows repeat."""
 
-    def __init__(self, requests: Sequence[Request], costs: Costs) -> None:
+    def __init__(
+        self, lengths: Sequence[int], strides: Sequence[int], boxes: Sequence[Wanted], costs: Costs
+    ) -> None:
         self._gap = max(1, costs.merge_gap)
         self._row_gap = max(1, self._gap if costs.row_gap is None else costs.row_gap)
         self._slot, self._span = costs.slot, max(costs.span, costs.slot)
         # Rows that a server is asked for are requests of their own, under way at once.
         self._apart = 1 if costs.concurrency else max(_LEAST_APART, self._span // _APART)
-        self._lengths, self._strides, self._boxes = _fold(requests)
+        self._unit = boxes[0].stored.itemsize
+        self._lengths, self._strides, self._boxes = _fold(lengths, strides, boxes, self._unit)
         self._whole = tuple(Axis(0, length) for length in self._lengths)
-        self._cells: dict[tuple[int, tuple[int, ...]], list[Cell]] = {}
+        # From which dims on elements follow each other, in the array, and in each result.
+        ends = [
+            length * stride for length, stride in zip(self._lengths, self._strides, strict=True)
+        ]
+        self._packed = _packed(self._strides, ends, self._unit)
+        self._placed = [box.packed() for box in self._boxes]
+        self._extents: dict[tuple[int, tuple[int, ...]], list[Extent]] = {}
         self._reaches: dict[tuple[int, tuple[int, ...]], _Reach] = {}
         self._made: dict[tuple[int, tuple[int, ...], int, int], tuple[Part, ...]] = {}
 
-    def cells(self, dim: int, boxes: tuple[int, ...]) -> list[Cell]:
-        """Cells of one row of the dim before, for boxes that want some of it.
+    def extents(self, dim: int, boxes: tuple[int, ...]) -> list[Extent]:
+        """Extents of one row of the dim before, for boxes that want some of it.
 
         Offsets count from the row's first byte; places in the results from the first byte that
         this row fills.
         """
         key = dim, boxes
-        if key in self._cells:
-            return self._cells[key]
-        found: list[Cell] = []
+        if key in self._extents:
+            return self._extents[key]
+        found: list[Extent] = []
         first = self._boxes[boxes[0]].axes[dim]
         if first.picks:
             if self._gathers(dim, boxes):
@@ -190,11 +241,11 @@ class _Tensor:
         else:
             for rows, here in self._intervals(dim, boxes):
                 found += self._interval(dim, rows, here)
-        self._cells[key] = found
+        self._extents[key] = found
         return found
 
-    def _interval(self, dim: int, rows: range, boxes: tuple[int, ...]) -> list[Cell]:
-        """Cells of rows that the same boxes want."""
+    def _interval(self, dim: int, rows: range, boxes: tuple[int, ...]) -> list[Extent]:
+        """Extents of rows that the same boxes want."""
         together = rows.step == 1 and self._boxes[boxes[0]].axes[dim].step > 0
         if together and self._takes_all(dim + 1, boxes):
             run = self._run(len(rows) * self._strides[dim], boxes)
@@ -202,13 +253,13 @@ class _Tensor:
         if self._gathers(dim, boxes):
             return self._rows(dim, rows, boxes)
         row = self._row(dim, boxes)
-        return [cell for n in rows for cell in self._moved(row, dim, n)]
+        return [each for n in rows for each in self._moved(row, dim, n)]
 
-    def _row(self, dim: int, boxes: tuple[int, ...]) -> list[Cell]:
-        """Cells of one row of a dim."""
+    def _row(self, dim: int, boxes: tuple[int, ...]) -> list[Extent]:
+        """Extents of one row of a dim."""
         if self._takes_all(dim + 1, boxes):
             return self._run(self._strides[dim], boxes)
-        return self.cells(dim + 1, boxes)
+        return self.extents(dim + 1, boxes)
 
     def _intervals(self, dim: int, boxes: tuple[int, ...]) -> list[tuple[range, tuple[int, ...]]]:
         """Rows of a dim in file order, and the boxes that want them."""
@@ -229,9 +280,12 @@ class _Tensor:
     def _takes_all(self, dim: int, boxes: tuple[int, ...]) -> bool:
         """Whether the boxes want all of each row, from this dim on inwards."""
         whole = self._whole[dim:]
-        if len(boxes) == 1:  # A generator takes longer than the comparison.
-            return self._boxes[boxes[0]].axes[dim:] == whole
-        return all(self._boxes[n].axes[dim:] == whole for n in boxes)
+        if dim < self._packed:
+            return False
+        for n in boxes:  # noqa: SIM110 - takes half the time of a generator.
+            if dim < self._placed[n] or self._boxes[n].axes[dim:] != whole:
+                return False
+        return True
 
     def _alone(self, boxes: tuple[int, ...]) -> bool:
         """Whether a single box takes bytes as they are stored."""
@@ -242,9 +296,12 @@ class _Tensor:
         key = dim, boxes
         if key in self._reaches:
             return self._reaches[key]
+        alone = self._alone(boxes)
+        if dim == len(self._strides):
+            return _Reach(0, self._unit, 0, self._unit, self._unit if alone else 0)
         length = self._strides[dim - 1]
         if self._takes_all(dim, boxes):
-            return _Reach(0, length, 0, length, length if self._alone(boxes) else 0)
+            return _Reach(0, length, 0, length, length if alone else 0)
         stride = self._strides[dim]
         if picks := self._boxes[boxes[0]].axes[dim].picks:
             row, each = self._reach(dim + 1, boxes), sorted(set(picks))
@@ -278,11 +335,11 @@ class _Tensor:
         fits = row.stop - row.start <= self._slot and row.run < LONG
         return fits and row.gap < self._gap
 
-    def _run(self, nbytes: int, boxes: tuple[int, ...]) -> list[Cell]:
+    def _run(self, nbytes: int, boxes: tuple[int, ...]) -> list[Extent]:
         """Bytes that lie together, for one box or several."""
-        unit = self._strides[-1]
+        unit = self._unit
         most = nbytes if self._alone(boxes) else max(1, self._slot // unit) * unit
-        found: list[Cell] = []
+        found: list[Extent] = []
         for offset in range(0, nbytes, most):
             length = min(most, nbytes - offset)
             parts: list[Part] = []
@@ -290,10 +347,10 @@ class _Tensor:
                 box = self._boxes[n]
                 copy = box.copy((length // unit,), (unit,)) if box.converts else None
                 parts.append(Part(n, offset, length, offset // unit * box.target.itemsize, copy))
-            found.append(Cell(offset, length, length, tuple(parts)))
+            found.append(Extent(offset, length, length, tuple(parts)))
         return found
 
-    def _rows(self, dim: int, rows: Sequence[int], boxes: tuple[int, ...]) -> list[Cell]:
+    def _rows(self, dim: int, rows: Sequence[int], boxes: tuple[int, ...]) -> list[Extent]:
         """Rows that pass through a slot: a range in file order, or the numbers of a list.
 
         They are read with what lies between them, if that is little, or each by itself.
@@ -306,7 +363,7 @@ class _Tensor:
             if self._longest_gap(dim, rows, row) < self._row_gap:
                 together = (self._slot - reach) // stride + 1
                 most = max(together, (self._span - reach) // stride + 1)
-        found: list[Cell] = []
+        found: list[Extent] = []
         for first in range(0, len(rows), most):
             some = rows[first : first + most]
             low, count = min(some), len(some)
@@ -315,8 +372,8 @@ class _Tensor:
             nbytes = reads * reach + (count - reads) * stride
             numbers = [n - low for n in some] if listed else range(count)
             cut = Rows(numbers, stride, reach, together) if reads > 1 else None
-            cell = Cell(row.start, nbytes, count * row.wanted, parts, cut)
-            found += self._moved([cell], dim, low, first if listed else None)
+            one = Extent(row.start, nbytes, count * row.wanted, parts, cut)
+            found += self._moved([one], dim, low, first if listed else None)
         return found
 
     def _parts(self, dim: int, boxes: tuple[int, ...], count: int, pitch: int) -> tuple[Part, ...]:
@@ -342,8 +399,8 @@ class _Tensor:
             self._made[key] = tuple(sorted(parts, key=lambda part: part.offset))
         return self._made[key]
 
-    def _part(self, n: int, dim: int, count: int, pitch: int, listed: _Box | None = None) -> Part:
-        box, unit = listed or self._boxes[n], self._strides[-1]
+    def _part(self, n: int, dim: int, count: int, pitch: int, listed: Wanted | None = None) -> Part:
+        box, unit = listed or self._boxes[n], self._unit
         # A dim that is taken backwards ends in the result where it begins in the file.
         back = box.axes[dim].step < 0
         shape, steps = [count], [-pitch if back else pitch]
@@ -356,13 +413,18 @@ class _Tensor:
             nbytes += reach
             shape.append(axis.size)
             steps.append(step)
+        into = box.rows[dim:]
+        for size, pace in box.again:
+            shape, steps, into = [*shape, size], [*steps, 0], (*into, pace)
+        tight = c_strides(shape, box.target.itemsize)
+        if all(a == b or n == 1 for a, b, n in zip(into, tight, shape, strict=True)):
+            into = None
         copy = None
-        if listed or box.converts or min(steps) < 0 or nbytes != math.prod(shape) * unit:
-            copy = box.copy(tuple(shape), tuple(steps), start)
-            if listed:
-                copy = copy._replace(into=box.rows[dim:])
-            run = shape[-1] * unit
-            if not box.converts and len(shape) > 1 and steps[-1] == unit < run <= _NARROW:
+        size = math.prod(shape) * unit
+        if into is not None or box.converts or min(steps) < 0 or nbytes != size:
+            copy = box.copy(tuple(shape), tuple(steps), start, into)
+            run, close = shape[-1] * unit, into is None or into[-1] == unit
+            if not box.converts and len(shape) > 1 and steps[-1] == unit < run <= _NARROW and close:
                 # NumPy copies short runs two to three times as fast as if they were elements.
                 kind = np.dtype(f"V{run}")
                 copy = copy._replace(
@@ -370,59 +432,92 @@ class _Tensor:
                     strides=copy.strides[:-1],
                     source=kind,
                     target=kind,
-                    into=copy.into and copy.into[:-1],
+                    into=into and into[:-1],
                 )
         return Part(n, offset, nbytes, at, copy)
 
-    def _moved(self, cells: list[Cell], dim: int, n: int, place: int | None = None) -> list[Cell]:
-        """Cells of a row, moved to row `n` of a dim; `place` is its number in the results."""
+    def _moved(
+        self, extents: list[Extent], dim: int, n: int, place: int | None = None
+    ) -> list[Extent]:
+        """Extents of a row, moved to row `n` of a dim; `place` is its number in the results."""
         ahead = n * self._strides[dim]
-        moved: list[Cell] = []
-        for offset, nbytes, wanted, parts, rows in cells:
+        moved: list[Extent] = []
+        for offset, nbytes, wanted, parts, rows in extents:
             there: list[Part] = []
             for number, first, length, at, copy in parts:
                 box = self._boxes[number]
                 axis = box.axes[dim]
                 row = (n - axis.start) // axis.step if place is None else place
                 there.append(Part(number, first + ahead, length, at + row * box.rows[dim], copy))
-            moved.append(Cell(offset + ahead, nbytes, wanted, tuple(there), rows))
+            moved.append(Extent(offset + ahead, nbytes, wanted, tuple(there), rows))
         return moved
 
 
-def _fold(requests: Sequence[Request]) -> tuple[tuple[int, ...], tuple[int, ...], list[_Box]]:
-    """Folds dims that no request cuts into the dim before them.
+def _packed(steps: Sequence[int], ends: Sequence[int], unit: int) -> int:
+    """The first dim from which on the elements of rows follow each other; 1 at least."""
+    dim = len(steps)
+    if steps[-1] != unit:
+        return dim + 1
+    while dim > 1 and steps[dim - 2] == ends[dim - 1]:
+        dim -= 1
+    return dim
+
+
+def _fold(
+    lengths: Sequence[int], strides: Sequence[int], boxes: Sequence[Wanted], unit: int
+) -> tuple[tuple[int, ...], tuple[int, ...], list[Wanted]]:
+    """Folds dims that no box cuts into the dim before them, if they follow each other.
 
     Returns the lengths of the dims that are left, at least one, the bytes between their elements,
     and the boxes.
     """
-    info = requests[0].info
-    shape, unit = stored_shape(info), info.dtype.nbytes
-    whole, block = tuple(Axis(0, length) for length in shape), info.dtype.elements
-    asked = [whole if (s := r.selection) is None else stored_axes(s, block) for r in requests]
-    lengths = [1]
-    folded = [[Axis(0, 1)] for _ in requests]
-    for dim, length in enumerate(shape):
-        uncut = all(axes[dim] == Axis(0, length) for axes in asked)
-        if lengths == [1] and not any(mine[-1].picks for mine in folded):
-            lengths = [length]
-            folded = [[axes[dim]] for axes in asked]
-        elif uncut and all(mine[-1].step == 1 and not mine[-1].picks for mine in folded):
-            lengths[-1] *= length
-            for mine in folded:
-                mine[-1] = Axis(mine[-1].start * length, mine[-1].size * length)
+    dims: list[tuple[int, int]] = []
+    folded = [list[tuple[Axis, int]]() for _ in boxes]
+    for dim, (length, stride) in enumerate(zip(lengths, strides, strict=True)):
+        uncut = all(box.axes[dim] == Axis(0, length) for box in boxes)
+        if uncut and length == 1:
+            continue
+        nests = uncut and bool(dims) and dims[-1][1] == length * stride
+        for box, mine in zip(boxes, folded, strict=True):
+            nests = nests and mine[-1][0].step == 1 and not mine[-1][0].picks
+            nests = nests and mine[-1][1] == length * box.rows[dim]
+        if nests:
+            dims[-1] = dims[-1][0] * length, stride
+            for box, mine in zip(boxes, folded, strict=True):
+                axis, _ = mine[-1]
+                mine[-1] = Axis(axis.start * length, axis.size * length), box.rows[dim]
         else:
-            lengths.append(length)
-            for axes, mine in zip(asked, folded, strict=True):
-                mine.append(axes[dim])
-    boxes: list[_Box] = []
-    for request, mine in zip(requests, folded, strict=True):
-        stored, target = info.dtype.numpy, request.dtype.numpy
-        if request.dtype is info.dtype or stored is None or target is None:
-            # Bytes are moved, not numbers: one opaque type serves every dtype of that width.
-            stored = target = np.dtype(f"V{unit}" if unit > 1 else np.uint8)
-        rows = c_strides(tuple(axis.size for axis in mine), target.itemsize)
-        boxes.append(_Box(tuple(mine), rows, stored, target, request))
-    return tuple(lengths), c_strides(tuple(lengths), unit), boxes
+            dims.append((length, stride))
+            for box, mine in zip(boxes, folded, strict=True):
+                mine.append((box.axes[dim], box.rows[dim]))
+    if not dims:
+        dims = [(1, unit)]
+        folded = [[(Axis(0, 1), box.target.itemsize)] for box in boxes]
+    made: list[Wanted] = []
+    for box, mine in zip(boxes, folded, strict=True):
+        axes, rows = zip(*mine, strict=True)
+        made.append(box._replace(axes=axes, rows=rows))
+    left, steps = zip(*dims, strict=True)
+    return left, steps, made
+
+
+def element_types(request: Request, *, swapped: bool = False) -> tuple[Any, Any]:
+    """Types of an element as stored and as delivered; of bytes that are moved, one opaque type."""
+    info = request.info
+    stored, target = info.dtype.numpy, request.dtype.numpy
+    if stored is None or target is None or (request.dtype is info.dtype and not swapped):
+        # One type serves every dtype of that width.
+        unit = info.dtype.nbytes
+        opaque = np.dtype(f"V{unit}" if unit > 1 else np.uint8)
+        return opaque, opaque
+    return stored.newbyteorder(">") if swapped else stored, target
+
+
+def axes_of(request: Request, shape: Sequence[int]) -> tuple[Axis, ...]:
+    """What a request takes of a tensor of elements of whole bytes."""
+    if request.selection is None:
+        return tuple(Axis(0, length) for length in shape)
+    return stored_axes(request.selection, request.info.dtype.elements)
 
 
 def stored_shape(info: TensorInfo) -> tuple[int, ...]:
