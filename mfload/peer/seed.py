@@ -333,8 +333,8 @@ def _check_readable(manifest: bytes) -> None:
         what = "the manifest is too long"
         raise errors.UsageError(what, expected=f"at most {most}", found=size)
     try:
-        most = manifests.MAX_PARSED
-        manifests.from_json(strict_json.loads(manifest, "the seed", most=most), "the seed")
+        given = strict_json.loads(manifest, "the seed", "manifest", most=manifests.MAX_PARSED)
+        manifests.from_json(given, "the seed")
     except errors.HeaderError as error:
         raise errors.UsageError(
             error.message, tensor=error.tensor, expected=error.expected, found=error.found

@@ -415,6 +415,16 @@ def test_a_seed_that_lies_is_refused(planner: PlannerServer, change: dict[str, A
     client.close()
 
 
+def test_a_request_that_is_not_json_is_told_so(planner: PlannerServer) -> None:
+    import http.client
+
+    connection = http.client.HTTPConnection(planner.address)
+    connection.request("PUT", "/v1/seeds", b"{", {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert (answer.status, json.load(answer)) == (400, {"error": "the request is not JSON"})
+    connection.close()
+
+
 def test_a_page_in_a_browser_can_not_register(planner: PlannerServer) -> None:
     """What a browser sends to another origin without asking is not JSON by its header."""
     import http.client
