@@ -35,23 +35,14 @@ _ANSWER = 10.0  # Seconds for a whole answer that is not data.
 _HELD_UP = 6.0  # Times `stalled` that a program of this machine has to begin an answer.
 _PATIENCE = 60.0  # Seconds that one waits for its turn at a server which is busy.
 _PAUSES = 0.05, 1.0  # Between two tries: at first, and at most.
-_TRIES = 3  # For a request whose connection is dropped.
-
-
-class _BusyError(errors.ReadError):
-    """The server has no place now."""
-
-
-class _DroppedError(errors.ReadError):
-    """The server ended a new connection before it answered, as for others that came."""
-
-
+_TRIES = 3  # For a request whose connection is dropped, as a server does for others that come.
+_BUSY = "the peer is busy"
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     401: (errors.SourcePermissionError, "the peer asks for another token"),
     403: (errors.SourcePermissionError, "the peer does not let this one in"),
     404: (errors.SourceNotFoundError, "the peer does not have it"),
     410: (errors.SourceChangedError, "the seed has another generation now"),
-    503: (_BusyError, "the peer is busy"),
+    503: (errors.ReadError, _BUSY),
 }
 
 
@@ -186,17 +177,17 @@ class Client:
     """In a fork they are the parent's."""
 
     def _ask(self, method: str, *given: Any) -> Any:
-        """Makes a request, again if the server has no place, or dropped the connection at once."""
+        """Makes a request; what only reads, again if the server is busy or drops the connection."""
         until, pause, tries = time.monotonic() + self._patience, _PAUSES[0], _TRIES
         while True:
             try:
                 return self._ask_once(method, *given)
-            except (_BusyError, _DroppedError) as error:
-                tries -= isinstance(error, _DroppedError)
-                if not tries or method != "GET" or time.monotonic() + pause > until:
-                    raise errors.ReadError(
-                        error.message, file=error.file, found=error.found
-                    ) from error.__cause__
+            except errors.ReadError as error:
+                dropped = isinstance(error.__cause__, ConnectionError)
+                tries -= dropped
+                again = method == "GET" and tries and (dropped or error.message == _BUSY)
+                if not again or time.monotonic() + pause > until:
+                    raise
             time.sleep(pause * random.uniform(0.5, 1.0))  # So that not all come at once.
             pause = min(1.5 * pause, _PAUSES[1])
 
@@ -213,12 +204,7 @@ class Client:
         try:
             try:
                 response = self._send(connection, method, path, body, headers)
-            except ConnectionError as error:
-                if not kept and not isinstance(error, ConnectionRefusedError):
-                    told = self._broken(error, kept)
-                    if type(told) is not errors.ReadError:
-                        raise told from error
-                    raise _DroppedError(told.message, file=self.name, found=told.found) from error
+            except ConnectionError:
                 if not kept:
                     raise
                 connection.close()  # The server may have closed it meanwhile.
