@@ -309,9 +309,9 @@ def _check(module: Module, asked: Wishes) -> None:
             )
     asked.check_bools()
     if asked.atomic and module.judged:
-        what = "atomic=True is not for modules with load hooks, which fill them in their own way"
+        what, expected = "atomic=True does not work for modules with load hooks", "atomic=False"
         parts = brief([prefix.removesuffix(".") or "the module" for prefix in module.judged])
-        raise errors.UsageError(what, expected="a copy of the module, filled first", found=parts)
+        raise errors.UsageError(what, expected=expected, found=parts)
 
 
 class _Step(NamedTuple):
