@@ -63,9 +63,9 @@ class Client:
     Args:
         address: "host:port".
         name: What errors name it.
-        stalled: Seconds without progress after which a connection is given up. To begin an answer,
-            a server of this machine has six times as long: its program may be busy, and the kernel
-            says at once if it is gone.
+        stalled: Seconds without progress after which a connection is given up. A server on this
+            machine has six times as long to begin an answer: its program may be busy, and the
+            kernel says at once if it is gone.
         patience: Seconds that requests wait for their turn at a server that is busy.
     """
 

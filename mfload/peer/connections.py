@@ -1,4 +1,4 @@
-"""Connections on this machine: which process has the other end, as the kernel says."""
+"""Which process has the other end of a connection within this machine, as the kernel says."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ _ESTABLISHED = "01"
 
 
 def held_by(pid: int, remote: Remote) -> str:
-    """Why a process is not shown to be the seed that is asked; "" if it is.
+    """Why a process is not known to be the seed that is asked; "" if it is.
 
-    It is if it has the other end of a connection to the seed, and belongs to this process's user.
-    What a seed says of itself has no part in it: one that relays what another seed answers is
-    itself at the other end. So is a proxy of this user's, which a seed behind it can name: what is
-    read of a process that was shown so must be compared with checksums all the same, or be handed
-    over by it.
+    It must have the other end of a connection to the seed, and belong to this process's user. What
+    a seed says of itself does not count: one that relays the answers of another seed is itself at
+    the other end. So is a proxy of this user, which a seed behind it can name: what is read of the
+    process must still be compared with checksums, or be handed over by it.
     """
     for _ in range(2):
         ends = remote.client.ends()
@@ -37,7 +36,7 @@ def held_by(pid: int, remote: Remote) -> str:
                 if _link(row.path) == f"socket:[{inode}]":
                     return ""
     except OSError as error:
-        return f"the seed's process can't be looked at: {os.strerror(error.errno or 0)}"
+        return f"can't inspect the seed's process: {os.strerror(error.errno or 0)}"
     return "the process of that number is not the seed"
 
 

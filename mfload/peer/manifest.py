@@ -109,9 +109,9 @@ class Manifest(NamedTuple):
         yield from self.rows
 
     @property
-    def places(self) -> tuple[Any, ...]:
-        """Its size and what lies where, whatever the sharding."""
-        return self.size, *(row._replace(sharding="") for row in self.entries)
+    def contents(self) -> tuple[Any, ...]:
+        """The same for seeds that hold the same bytes in the same places, whatever the sharding."""
+        return self.size, self.checksums, *(row._replace(sharding="") for row in self.entries)
 
     @property
     def layout(self) -> str:

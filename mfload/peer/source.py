@@ -92,11 +92,6 @@ def _changed(name: str, expected: object, found: object) -> errors.SourceChanged
     return errors.SourceChangedError(what, file=name, expected=expected, found=found)
 
 
-def _same_bytes(one: Manifest, other: Manifest) -> bool:
-    """Whether two seeds hold the same bytes in the same places."""
-    return one.checksums == other.checksums and one.places == other.places
-
-
 class PeerSource:
     """The data of a seed as a `Source`.
 
@@ -209,7 +204,7 @@ class PeerSource:
                 return False
             with suppress(errors.SourceError, errors.FormatError):  # A planner is asked for more.
                 for client, manifest in self.others:
-                    if client is self._client or not _same_bytes(manifest, self.manifest):
+                    if client is self._client or manifest.contents != self.manifest.contents:
                         continue
                     with suppress(errors.SourceError, errors.FormatError):
                         self._take(connect(client, manifest, self._options), error)

@@ -2,8 +2,8 @@
 
 What is stored as a leaf wants it is read straight into the leaf's memory. The rest is read in
 batches, arranged by NumPy and copied in, within the overhead. Leaves without memory get new arrays,
-which the module is given once everything has arrived on all processes. With `atomic`, all of them
-are filled beside the module, and copied then.
+which the module is given once everything has arrived on all processes. With `atomic`, all leaves
+are filled beside the module and copied into it at that point.
 """
 
 from __future__ import annotations
