@@ -13,7 +13,7 @@ from mfload.index import Box, TensorInfo
 from mfload.load_options import LoadOptions
 from mfload.planning.request import Request, box_of
 from mfload.planning.slicing import Selection, boxed
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, gc_paused
 
 if TYPE_CHECKING:  # Only loads of several processes import it.
     from mfload.mesh.link import Link
@@ -203,14 +203,15 @@ def requests(wanted: Iterable[TensorShares]) -> dict[int, list[Request]]:
     made: dict[int, list[Request]] = {}
     # Layers of a model are alike, and share what is made of their shares.
     known: dict[Any, tuple[Any, list[_Part]]] = {}
-    for each in wanted:
-        info, dtype, checked, shares, separate = each
-        key = id(shares), info.shape, info.dtype.name, separate
-        if key not in known:
-            known[key] = shares, _parts(each)  # With its shares kept, the id stays theirs.
-        for process, selection, devices in known[key][1]:
-            row = _new(Request, (info, dtype, selection, checked, devices))
-            made.setdefault(process, []).append(row)
+    with gc_paused():
+        for each in wanted:
+            info, dtype, checked, shares, separate = each
+            key = id(shares), info.shape, info.dtype.name, separate
+            if key not in known:
+                known[key] = shares, _parts(each)  # With its shares kept, the id stays theirs.
+            for process, selection, devices in known[key][1]:
+                row = _new(Request, (info, dtype, selection, checked, devices))
+                made.setdefault(process, []).append(row)
     return made
 
 
@@ -280,7 +281,9 @@ def targets(requests: Requests) -> list[Wanted]:
     made: dict[object, list[Target]] = {}
     tensors: list[Wanted] = []
     for info, wanted, numbers in rows.values():
-        kind = info.shape, info.dtype.name, None if info.simple else info.name, *wanted
+        boxes = tuple(box for box, _ in encoded(info))
+        own = info.name if boxes and backwards(info) else ""
+        kind = info.shape, info.dtype.name, boxes, own, *wanted
         if (parts := made.get(kind)) is None:
             parts = made[kind] = _targets(requests, [ranks[n] for n in wanted], numbers)
         if parts:

@@ -444,52 +444,54 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
 
     With `rows`, whole rows count that a process wants parts of. Of an encoded piece all bytes do.
     """
-    tensors = base.targets(requests)
     apart, came, total, largest, again = Counter[int](), Counter[int](), 0, 0, 0
-    alike = Counter(id(each.parts) for each in tensors)
-    for info, parts, _ in {id(each.parts): each for each in tensors}.values():
-        count, spans, wanted = alike[id(parts)], dict[int, tuple[int, int]](), Counter[int]()
-        nbytes = info.nbytes
+    alike: dict[int, list[base.Wanted]] = {}
+    for each in base.targets(requests):
+        alike.setdefault(id(each.parts), []).append(each)
+    for (info, parts, _), *others in alike.values():
+        count, spans, wanted = 1 + len(others), dict[int, tuple[int, int]](), Counter[int]()
+        nbytes = count * info.nbytes
         dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
         length = 1 if dim is None else info.shape[dim]
         for rank, _, box, _ in parts:
             start, stop = (0, 1) if dim is None else box[dim]
             first, last = spans.get(rank, (start, stop))
             spans[rank] = min(first, start), max(last, stop)
-            wanted[rank] += info.dtype.size_of(shape_of(box)) or 0
+            wanted[rank] += count * (info.dtype.size_of(shape_of(box)) or 0)
         read = wanted
         if pieces := base.encoded(info):
-            read = _taken(info, pieces, parts)
-            nbytes = sum(n for _, n in pieces)
+            sizes = [[n for _, n in base.encoded(each.info)] for each in others]
+            sizes = np.array([[n for _, n in pieces], *sizes])
+            read = _taken(info, pieces, parts, sizes.sum(0))
+            nbytes = int(sizes.sum())
+            if base.backwards(info):
+                apart.update(read)
+                again += max(read.values())
+                continue
+            largest = max(largest, int(sizes.max()))
         elif rows:
-            read = {r: info.nbytes * (b - a) // length for r, (a, b) in spans.items()}
-        if pieces and base.backwards(info):
-            apart.update(read)
-            again += max(read.values())
-            continue
-        largest = max(largest, *(n for _, n in pieces), 0)
-        total += count * nbytes
+            read = {r: nbytes * (b - a) // length for r, (a, b) in spans.items()}
+        total += nbytes
         starts, stops = map(sorted, zip(*spans.values(), strict=True))
         for rank, (start, stop) in spans.items():
-            apart[rank] += count * read[rank]
+            apart[rank] += read[rank]
             # Those that want parts of the same rows read equal shares of them for each other.
             among = bisect_left(starts, stop) - bisect_right(stops, start)
-            came[rank] += count * (wanted[rank] - wanted[rank] // among)
+            came[rank] += wanted[rank] - wanted[rank] // among
     share = max(total / len(requests), largest) + again
     return max(apart.values(), default=0), share, max(came.values(), default=0)
 
 
 def _taken(
-    info: TensorInfo, pieces: Sequence[tuple[Box, int]], parts: Iterable[base.Target]
+    info: TensorInfo, pieces: Sequence[tuple[Box, int]], parts: Iterable[base.Target], sizes: Any
 ) -> Counter[int]:
-    """Stored bytes of the pieces that each process wants parts of."""
+    """Stored bytes of the pieces that each process wants parts of; `sizes` has those of each."""
     boxes = np.array([box for box, _ in pieces]).reshape(len(pieces), len(info.shape), 2)
     hit: dict[int, Any] = {}
     for rank, _, box, _ in parts:
         first, stop = np.array(box).reshape(-1, 2).T
         found = ((boxes[..., 0] < stop) & (boxes[..., 1] > first)).all(1)
         hit[rank] = hit.get(rank, False) | found
-    sizes = np.array([nbytes for _, nbytes in pieces])
     return Counter({rank: int(sizes[found].sum()) for rank, found in hit.items()})
 
 
@@ -517,10 +519,10 @@ def preview(
                     here = job.loader.preview(job.mine, by_host=True)
         notes += [note] if note else []
         if width is not None:
-            from mfload.mesh import redistribute
+            from mfload.mesh.schedule import make_schedule
 
-            schedule = redistribute.schedule(requests, width, backend.rank)
-            read, received = schedule.read[backend.rank], schedule.received(backend.rank)
+            schedule = make_schedule(requests, width, backend.rank)
+            read, received = schedule.read[backend.rank], schedule.received[backend.rank]
             held = _transport(backend).held * len(ranks) * width if schedule.travels else 0
             notes.append("the blocks of this plan are what the process would read on its own")
             here = replace(

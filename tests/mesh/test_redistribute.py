@@ -18,7 +18,14 @@ import mfload
 from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
 from mfload.load_options import LoadOptions
-from mfload.mesh import agree, base as mesh_base, load as mesh_load, redistribute
+from mfload.mesh import (
+    agree,
+    base as mesh_base,
+    load as mesh_load,
+    redistribute,
+    schedule as schedules,
+)
+from mfload.mesh.schedule import Parcel, Schedule, make_schedule
 from mfload.planning.plan import Place
 from mfload.planning.request import Request, box_of
 from mfload.planning.slicing import boxed, intersection
@@ -146,14 +153,15 @@ def test_every_byte_is_read_once_and_comes_where_it_is_wanted(
     requests: dict[int, list[Request]], width: int, least: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redistribute, "ALONE", least)
-        schedule = redistribute.schedule(requests, width)
-        again = redistribute.schedule(dict(reversed(list(requests.items()))), width)
-    assert schedule[2:] == again[2:]
+        patch.setattr(schedules, "ALONE", least)
+        schedule = make_schedule(requests, width)
+        again = make_schedule(dict(reversed(list(requests.items()))), width)
+    assert schedule[3:] == again[3:]
+    assert [*schedule.rounds] == [*again.rounds]
     _check_parcels(requests, schedule)
 
 
-def _check_parcels(requests: dict[int, list[Request]], schedule: redistribute.Schedule) -> None:
+def _check_parcels(requests: dict[int, list[Request]], schedule: Schedule) -> None:
     held = {request.info.name: request.info for each in requests.values() for request in each}
     data = {name: content(info) for name, info in held.items()}
     readers = {name: np.full(array.shape[:-1], -1) for name, array in data.items()}
@@ -195,7 +203,7 @@ def _check_parcels(requests: dict[int, list[Request]], schedule: redistribute.Sc
         _check_pieces(schedule, info)
 
 
-def _check_pieces(schedule: redistribute.Schedule, info: TensorInfo) -> None:
+def _check_pieces(schedule: Schedule, info: TensorInfo) -> None:
     """An encoded piece has one reader, which goes through it once, in the order of its bytes."""
     for piece in info.pieces if mesh_base.encoded(info) else ():
         assert piece.stored is not None
@@ -222,7 +230,7 @@ def test_an_encoded_piece_has_one_reader_that_goes_through_it_once(data: st.Data
         many = data.draw(st.integers(0, 2))
         parts = [data.draw(boxes(info)) for _ in range(many)] or [box_of(Request(info, info.dtype))]
         requests[rank] = [Request(info, info.dtype, boxed(info, part)) for part in parts]
-    _check_parcels(requests, redistribute.schedule(requests, 4096))
+    _check_parcels(requests, make_schedule(requests, 4096))
     _agree(requests, 4096)
 
 
@@ -231,7 +239,7 @@ def test_what_its_reader_alone_wants_of_an_encoded_piece_comes_in_its_turn() -> 
     stored = Stored(encodings=(Encoding("zlib", info.nbytes),))
     info = info._replace(pieces=(Piece(0, 0, 1000, stored),))
     first = Request(info, info.dtype, boxed(info, ((0, 40), (0, 96))))
-    schedule = redistribute.schedule({0: [Request(info, info.dtype)], 1: [first]}, 4096)
+    schedule = make_schedule({0: [Request(info, info.dtype)], 1: [first]}, 4096)
     assert len(schedule.rounds) > 2
     _check_pieces(schedule, info)
 
@@ -241,11 +249,11 @@ def test_columns_of_chunks_are_read_by_those_that_want_them() -> None:
     chunk = Encoding("zlib", 64 * 32 * 4)
     stored = [Stored(box=box, encodings=(chunk,)) for box in grid(info, (64, 32))]
     info = info._replace(pieces=tuple(Piece(0, n, 1000, each) for n, each in enumerate(stored)))
-    schedule = redistribute.schedule(shards(info, (1, 4), 4), 4096)
+    schedule = make_schedule(shards(info, (1, 4), 4), 4096)
     assert not schedule.travels
     assert schedule.read == dict.fromkeys(range(4), 1000)
     whole = {rank: [Request(info, info.dtype)] for rank in range(4)}
-    schedule = redistribute.schedule(whole, 4096)
+    schedule = make_schedule(whole, 4096)
     assert sum(schedule.read.values()) == 4000
     assert mesh_load.amounts(whole, rows=True)[:2] == (4000, 1000)
     assert mesh_load.amounts(shards(info, (1, 8), 4), rows=True)[:2] == (1000, 1000)
@@ -262,7 +270,7 @@ def test_encoded_pieces_in_another_order_than_c_are_read_by_each_that_wants_them
     info = info._replace(pieces=(Piece(0, 0, 5000, stored),))
     requests = {rank: [Request(i, i.dtype) for i in (info, plain)] for rank in range(3)}
     requests[3] = [Request(plain, plain.dtype)]
-    schedule = redistribute.schedule(requests, 4096)
+    schedule = make_schedule(requests, 4096)
     _check_rows(schedule)
     _agree(requests, 4096)
     for rank in range(4):
@@ -287,7 +295,7 @@ def _place(whole: Box, box: Box) -> int:
     return at
 
 
-def _check_rows(schedule: redistribute.Schedule) -> None:
+def _check_rows(schedule: Schedule) -> None:
     for parcels in schedule.rounds:
         rows: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for parcel in parcels:
@@ -296,7 +304,7 @@ def _check_rows(schedule: redistribute.Schedule) -> None:
                 row.append((parcel.wire, parcel.wire + parcel.nbytes))
         for row in rows.values():
             ends = sorted(row)
-            assert ends[0][0] >= redistribute._HEADER.size
+            assert ends[0][0] >= schedules.HEADER.size
             assert ends[-1][1] <= schedule.width
             assert all(one[1] <= other[0] for one, other in itertools.pairwise(ends))
     for parcel in itertools.chain(*schedule.rounds):
@@ -307,7 +315,7 @@ def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
     info = tensor("w", "U8", (4000,))
     ends = (4000, 3999, 3998)
     each = [Request(info, info.dtype, boxed(info, ((0, end),))) for end in ends]
-    schedule = redistribute.schedule({0: [Request(info, info.dtype)], 1: each, 2: each}, 4096)
+    schedule = make_schedule({0: [Request(info, info.dtype)], 1: each, 2: each}, 4096)
     _check_rows(schedule)
     every = itertools.chain(*schedule.rounds)
     assert sum(p.nbytes for p in every if p.target.rank == 2) == sum(ends)
@@ -317,12 +325,12 @@ def test_parts_that_overlap_share_no_row_that_is_too_short() -> None:
 def test_packed_elements_stay_together_where_rows_share_bytes(shape: tuple[int, int]) -> None:
     info = tensor("w", "F4", shape)
     requests = {rank: [Request(info, info.dtype)] for rank in range(2)}
-    schedule = redistribute.schedule(requests, 1 << 20)
+    schedule = make_schedule(requests, 1 << 20)
     parcels = list(itertools.chain(*schedule.rounds))
     assert sum(p.nbytes for p in parcels) == 2 * info.nbytes
     assert all(boxed(info, p.box) is None for p in parcels)
     with pytest.raises(errors.MemoryLimitError):
-        redistribute.schedule(requests, 4096)
+        make_schedule(requests, 4096)
 
 
 def shards(info: TensorInfo, grid: tuple[int, ...], processes: int) -> dict[int, list[Request]]:
@@ -354,7 +362,7 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
     assume(rows % grid[0] == 0 and columns % grid[1] == 0)
     width, _ = mesh_load.exchanged(requests, LoadOptions(exchange="once"), Hosts(), ())
     assert width is not None
-    schedule = redistribute.schedule(requests, width)
+    schedule = make_schedule(requests, width)
     for rank in range(processes):
         assert schedule.read[rank] <= info.nbytes / processes + max(
             8192, info.nbytes / 32 / processes
@@ -362,7 +370,7 @@ def test_shares_are_even(processes: int, grid: tuple[int, int], rows: int, colum
     assert sum(schedule.read.values()) == info.nbytes
     if grid == (8, 1) and 8 % processes == 0:
         # Rows are read by those who want them, where it pays to cut the tensor at all.
-        moved = sum(map(schedule.received, range(processes)))
+        moved = sum(schedule.received.values())
         assert moved == 0 or info.nbytes < 16384 * processes
 
 
@@ -417,7 +425,7 @@ class TestRun:
         swaps = stores.Swaps(len(requests))
 
         def process(rank: int) -> list[Any]:
-            schedule = redistribute.schedule(requests, width, rank)
+            schedule = make_schedule(requests, width, rank)
             backend: Any = stores.Backend(rank, None, swaps)
             group = agree.ProcessGroup(backend, sorted(requests), Deadline(None))
             link: Any = kind(rank, sorted(requests), width, swaps)
@@ -460,7 +468,7 @@ class TestRun:
             return run
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(redistribute, "ALONE", least)
+            patch.setattr(schedules, "ALONE", least)
             found = self._run(requests, read, kind=kind)
         for rank, memory in zip(requests, found, strict=True):
             assert not isinstance(memory, Exception), memory
@@ -472,7 +480,7 @@ class TestRun:
     def test_an_error_stops_all_after_the_same_round(
         self, monkeypatch: pytest.MonkeyPatch, kind: Any, least: int
     ) -> None:
-        monkeypatch.setattr(redistribute, "ALONE", least)
+        monkeypatch.setattr(schedules, "ALONE", least)
         requests = shards(tensor("w", "F32", (64, 256)), (1, 8), 2)
         calls = [0, 0]
 
@@ -511,7 +519,7 @@ class TestRun:
             try:
                 if rank == 1 and not pressed:
                     raise errors.MemoryLimitError("no memory")
-                schedule = redistribute.schedule(requests, 4096, rank)
+                schedule = make_schedule(requests, 4096, rank)
                 redistribute.run(schedule, group, link, lambda *_: None, places, memory, None)
             except BaseException as error:
                 group.fail(error)
@@ -537,7 +545,7 @@ class TestRun:
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
         places = [[Place(request, n, 0)] for n, request in enumerate(requests[1])]
         link: Any = Late(1, [0, 1], 4096, swaps)
-        schedule = redistribute.schedule(requests, 4096, 1)
+        schedule = make_schedule(requests, 4096, 1)
         with pytest.raises(errors.ReadError, match="the disk is gone"):
             redistribute.run(schedule, group, link, read, places, memory, None)
 
@@ -584,7 +592,7 @@ class TestChoosing:
     def test_auto_exchanges_where_links_are_fast(self) -> None:
         width, note = self.choose(self.columns(), "auto", "gpu")
         assert "assumed" in note
-        schedule = redistribute.schedule(self.columns(), width)
+        schedule = make_schedule(self.columns(), width)
         assert max(schedule.read.values()) <= 0.55 * (4 << 20)
 
     def test_what_travels_through_hosts_has_their_price(
@@ -633,7 +641,7 @@ class TestChoosing:
         assert "too small for an exchange" in note
 
 
-def _seen(parcel: redistribute.Parcel) -> tuple[Any, ...]:
+def _seen(parcel: Parcel) -> tuple[Any, ...]:
     """All of a parcel that sender and receiver both go by."""
     (rank, request, box, _), same = parcel.target, parcel.same
     part = rank, request.info.name, request.dtype.name, request.checked, box
@@ -642,10 +650,11 @@ def _seen(parcel: redistribute.Parcel) -> tuple[Any, ...]:
 
 def _agree(requests: dict[int, list[Request]], width: int) -> None:
     """Each process's own schedule has those parcels of all that it sends, keeps or gets."""
-    whole = redistribute.schedule(requests, width)
-    own = {rank: redistribute.schedule(requests, width, rank) for rank in requests}
+    whole = make_schedule(requests, width)
+    own = {rank: make_schedule(requests, width, rank) for rank in requests}
     for rank, one in own.items():
-        assert one._replace(rounds=whole.rounds) == whole
+        assert one._replace(rounds=whole.rounds, received=whole.received) == whole
+        assert one.received[rank] == whole.received[rank]
         for mine, every in zip(one.rounds, whole.rounds, strict=True):
             involved = [p for p in every if rank in (p.reader, p.target.rank)]
             # Only its reader asks where the same bytes are.
@@ -663,9 +672,9 @@ def _agree(requests: dict[int, list[Request]], width: int) -> None:
             taken = [_seen(p)[:-1] for p in own[b].rounds[number] if p.reader == a]
             assert [p for p in sent if p[5] == a] == taken
         wired = [p for p in every if p.wire]
-        alone = Counter((p.reader, p.target.rank) for p in wired if p.nbytes >= redistribute.ALONE)
+        alone = Counter((p.reader, p.target.rank) for p in wired if p.nbytes >= schedules.ALONE)
         assert whole.most[number] >= max(alone.values(), default=0)
-        small = [p.wire + p.nbytes for p in wired if p.nbytes < redistribute.ALONE]
+        small = [p.wire + p.nbytes for p in wired if p.nbytes < schedules.ALONE]
         assert width >= whole.front[number] >= max(small, default=0)
     assert whole.travels == any(p.wire for p in itertools.chain(*whole.rounds))
 
@@ -676,7 +685,7 @@ def test_what_one_sends_is_what_the_other_takes(
     requests: dict[int, list[Request]], width: int, least: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redistribute, "ALONE", least)
+        patch.setattr(schedules, "ALONE", least)
         _agree(requests, width)
 
 
@@ -736,30 +745,67 @@ def many(count: int, layers: int) -> dict[int, list[Request]]:
     return mesh_base.requests(wanted)
 
 
+def _calls(requests: dict[int, list[Request]], width: int) -> int:
+    """The calls of functions that the schedule of a process takes."""
+    seen = 0
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal seen
+        seen += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        made = make_schedule(requests, width, 1)
+    finally:
+        sys.setprofile(None)
+    stored = {
+        i.name: sum(p.nbytes for p in i.pieces) for each in requests.values() for i, *_ in each
+    }
+    assert sum(made.read.values()) == sum(stored.values())
+    return seen
+
+
 def test_the_work_grows_with_what_a_process_sends_and_receives() -> None:
-    calls: list[int] = []
-    for count in (64, 256):
-        requests, seen = many(count, 16), Counter[int]()
-
-        def profile(frame: Any, event: str, argument: Any, seen: Counter[int] = seen) -> None:
-            seen[0] += event == "call"
-
-        sys.setprofile(profile)
-        try:
-            made = redistribute.schedule(requests, 1 << 20, 1)
-        finally:
-            sys.setprofile(None)
-        assert sum(made.read.values()) == 16 * (2 * (8 << 20) + 8192)
-        calls.append(seen[0])
+    calls = [_calls(many(count, 16), 1 << 20) for count in (64, 256)]
     assert calls[1] < 6 * calls[0]  # Of all parcels there are sixteen times as many.
+
+
+def test_narrow_rows_take_no_more_work_before_the_first_round() -> None:
+    info = tensor("w", "BF16", (512, 8192))
+    requests = {rank: [Request(info, info.dtype)] for rank in range(64)}
+    wide, narrow = (_calls(requests, width) for width in (1 << 20, 4096))
+    assert narrow < 1.5 * wide
+    assert len(make_schedule(requests, 4096, 1).rounds) > 30
+
+
+def test_chunks_and_layers_that_are_alike_take_the_work_of_one() -> None:
+    def model(layers: int, chunks: int) -> dict[int, list[Request]]:
+        infos, at = list[TensorInfo](), 0
+        for layer in range(layers):
+            info, pieces = tensor(f"{layer}", "BF16", (512, 512)), list[Piece]()
+            for box in grid(info, (512 // chunks, 512 // chunks)):
+                nbytes = 2 * (512 // chunks) ** 2
+                stored = Stored(box=box, encodings=(Encoding("zlib", nbytes),))
+                pieces.append(Piece(0, at, 1000 + len(pieces) % 7 + layer, stored))
+                at += 2000
+            infos.append(info._replace(pieces=tuple(pieces)))
+        return {rank: [Request(i, i.dtype) for i in infos] for rank in range(32)}
+
+    few, many_chunks, many_layers = (
+        _calls(model(*given), 1 << 14) for given in ((1, 4), (1, 16), (16, 4))
+    )
+    # Each chunk of all takes some 15 calls, and one process would take 200 for each that wants it.
+    assert many_chunks - few < 40 * (256 - 16)
+    assert many_layers - few < 40 * (256 - 16)
+    _agree(model(2, 4), 1 << 14)
 
 
 def test_another_version_of_the_schedule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     requests, swaps = shards(tensor("w", "F32", (64, 256)), (1, 8), 2), stores.Swaps(2, 5)
-    made = [redistribute.schedule(requests, 4096, 0)]
-    monkeypatch.setattr(redistribute, "_EVEN", 7)
-    monkeypatch.setattr(redistribute, "_LEAST", 1024)
-    made.append(redistribute.schedule(requests, 4096, 1))
+    made = [make_schedule(requests, 4096, 0)]
+    monkeypatch.setattr(schedules, "_EVEN", 7)
+    monkeypatch.setattr(schedules, "_LEAST", 1024)
+    made.append(make_schedule(requests, 4096, 1))
     assert made[0].digest != made[1].digest
 
     def process(rank: int) -> None:

@@ -23,7 +23,7 @@ from world import at_swap, io_error, kill
 import mfload
 from mfload.cuda import staging
 from mfload.frameworks import jax_memory
-from mfload.mesh import device_link, load, redistribute
+from mfload.mesh import device_link, load, schedule
 from mfload.mesh.jax_processes import JaxLink
 
 
@@ -56,7 +56,7 @@ class World(process_cases.World):
             mock.patch.object(JaxLink, "swap_there", counted),
             mock.patch.object(device_link, "_STAGE", 64 << 10),
             mock.patch.object(staging, "SLOT", 256 << 10),
-            mock.patch.object(redistribute, "ALONE", 8 << 10),
+            mock.patch.object(schedule, "ALONE", 8 << 10),
         ):
             self.swaps = 0
             yield made

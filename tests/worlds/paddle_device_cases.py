@@ -23,7 +23,7 @@ from world import at_swap, io_error, kill
 import mfload
 from mfload.cuda import staging
 from mfload.frameworks import paddle_adapter
-from mfload.mesh import redistribute
+from mfload.mesh import schedule
 from mfload.mesh.paddle_backend import PaddleLink
 
 
@@ -57,7 +57,7 @@ def there(here: World, mode: Any = "lazy", **fails: Any) -> Generator[list[int]]
         mock.patch.object(PaddleLink, "room", room),
         mock.patch.object(paddle.device, "synchronize") as waits,
         mock.patch.object(staging, "SLOT", 256 << 10),
-        mock.patch.object(redistribute, "ALONE", 8 << 10),
+        mock.patch.object(schedule, "ALONE", 8 << 10),
     ):
         yield swaps
     land.assert_clean()

@@ -20,7 +20,7 @@ from world import io_error
 import mfload
 from mfload.cuda import staging
 from mfload.frameworks import tensorflow_adapter
-from mfload.mesh import redistribute
+from mfload.mesh import schedule
 from mfload.mesh.tensorflow_backend import TensorflowLink
 
 
@@ -43,7 +43,7 @@ def there(here: World, mode: Any = "lazy", **fails: Any) -> Generator[list[int]]
         mock.patch.object(TensorflowLink, "moves", return_value=True),
         mock.patch.object(TensorflowLink, "swap_there", swap),
         mock.patch.object(staging, "SLOT", 256 << 10),
-        mock.patch.object(redistribute, "ALONE", 8 << 10),
+        mock.patch.object(schedule, "ALONE", 8 << 10),
     ):
         yield swaps
     land.assert_clean()

@@ -33,7 +33,7 @@ from world import at_swap, io_error, kill
 import mfload
 from mfload.cuda import staging
 from mfload.frameworks import private_api, torch_adapter
-from mfload.mesh import load, redistribute, torch_backend
+from mfload.mesh import load, schedule, torch_backend
 
 
 class Batches:
@@ -119,7 +119,7 @@ class Rank(World):
             mock.patch.object(private_api, "torch_device_group", group),
             mock.patch.object(torch_backend.TorchLink, "moves", return_value=True),
             mock.patch.object(staging, "SLOT", 256 << 10),
-            mock.patch.object(redistribute, "ALONE", 8 << 10),
+            mock.patch.object(schedule, "ALONE", 8 << 10),
         ):
             yield land
         groups = torch_backend._world().groups
