@@ -53,7 +53,7 @@ class PeerUrl(NamedTuple):
                 "the URL is malformed", expected=_EXAMPLE, found=sources.shown(url)
             )
         if "@" in match[1]:
-            what, expected = "peers take no user and password", "PeerOptions(token_file=)"
+            what, expected = "peers take no user and password", "a token: token_file="
             raise errors.UsageError(what, expected=expected, found=sources.shown(url))
         addresses = tuple(match[1].split(",")) if match[1] else ()
         for each in addresses:
