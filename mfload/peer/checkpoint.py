@@ -106,8 +106,10 @@ class Peers:
             try:
                 seeds = use.ticket.seeds
                 made, rows = self._open([each.address for each in seeds], name, source)
-            except (errors.SourceError, errors.FormatError):
-                use.fail(*(each.incarnation for each in use.ticket.seeds))
+            except (errors.SourceError, errors.FormatError) as error:
+                # An update is no failure of a seed; nor is one at fault where several differ.
+                fine = isinstance(error, errors.SourceChangedError | errors.CheckpointError)
+                use.fail(*(each.incarnation for each in use.ticket.seeds if not fine))
                 if not left:
                     raise
                 continue

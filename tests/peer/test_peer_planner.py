@@ -19,7 +19,7 @@ import pytest
 
 import mfload
 from mfload import Options, PeerOptions, errors
-from mfload.peer import planner as planning
+from mfload.peer import planner as planning, source as sourcing
 from mfload.peer.client import Client
 from mfload.peer.etcd import EtcdPlanner
 from mfload.peer.planner import Registry, SeedRecord, choose
@@ -510,6 +510,44 @@ def test_a_busy_fleet_is_waited_for_once(planner: PlannerServer) -> None:
             mfload.load("peer:///org/b", "numpy", options=_options(planner, timeout=0.5))
         assert time.monotonic() - start < 1.2
         opened.close()
+
+
+def test_an_update_is_not_held_against_a_seed(
+    planner: PlannerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the manifest and the first byte, and while it has reached one part of two."""
+    how: Any = {"model": "org/u", "run": "one", "planner": planner.url}
+    with (
+        mfload.publish(ARRAYS, part=(0, 2), **how) as one,
+        mfload.publish({"z": ARRAYS["y"]}, part=(1, 2), **how) as other,
+    ):
+        mfload.load("peer:///org/u", "numpy", options=_options(planner))
+        connect, left = sourcing.connect, [one, other]
+
+        def changed(*given: Any) -> Any:
+            if left:
+                for each in (one, other):
+                    each.update({str(each.part[0]): ARRAYS["x"]})
+                left.clear()
+            return connect(*given)
+
+        monkeypatch.setattr(sourcing, "connect", changed)
+        assert len(mfload.load("peer:///org/u", "numpy", options=_options(planner))) == 2
+        assert all(well for *_, well in planner.registry.records())
+
+        ask, slow = sourcing.ask, threading.Timer(1.0, other.update, [{"1": ARRAYS["y"]}])
+        late = [slow]
+
+        def halfway(*given: Any) -> Any:
+            with contextlib.suppress(IndexError):  # Both parts are asked at once.
+                late.pop().start()
+                one.update({"0": ARRAYS["y"]})
+            return ask(*given)
+
+        monkeypatch.setattr(sourcing, "ask", halfway)
+        assert len(mfload.load("peer:///org/u", "numpy", options=_options(planner))) == 2
+        assert all(well for *_, well in planner.registry.records())
+        slow.join()
 
 
 def test_weights_that_changed_keep_no_place(
