@@ -53,7 +53,7 @@ class PeerUrl(NamedTuple):
                 "the URL is malformed", expected=_EXAMPLE, found=sources.shown(url)
             )
         if "@" in match[1]:
-            what, expected = "peer:// URLs have no user and password", "PeerOptions(token_file=)"
+            what, expected = "peer:// URLs have no user and password", "a token: token_file="
             raise errors.UsageError(what, expected=expected, found=sources.shown(url))
         addresses = tuple(match[1].split(",")) if match[1] else ()
         for each in addresses:
@@ -106,8 +106,10 @@ class Peers:
             try:
                 seeds = use.ticket.seeds
                 made, rows = self._open([each.address for each in seeds], name, source)
-            except (errors.SourceError, errors.FormatError):
-                use.fail(*(each.incarnation for each in use.ticket.seeds))
+            except (errors.SourceError, errors.FormatError) as error:
+                # An update is no failure of a seed; nor is one at fault where several differ.
+                fine = isinstance(error, errors.SourceChangedError | errors.CheckpointError)
+                use.fail(*(each.incarnation for each in use.ticket.seeds if not fine))
                 if not left:
                     raise
                 continue

@@ -117,6 +117,8 @@ class Client:
             parts: list[bytes] = []
             while part := response.read1(64 << 10):
                 parts.append(part)
+            if response.length:  # `read1` takes the end of a connection for that of the answer.
+                raise http.client.IncompleteRead(b"", response.length)
             return b"".join(parts)
 
         try:
@@ -268,12 +270,13 @@ class Client:
             return other
         expected = None
         if isinstance(error, TimeoutError):
-            what, found = "the peer stalls", f"no progress for {self.stalled:g} s"
+            what, found = "the peer stalls", f"less than stalled={self.stalled:g} allows"
         elif isinstance(error, ConnectionRefusedError | socket.gaierror):
             what, found = "no peer listens there", str(error)
             return errors.SourceNotFoundError(what, file=self.name, found=errors.shown(found, 160))
         elif isinstance(error, ssl.SSLError):
             what, found = "no secure connection to the peer", str(error)
+            expected = "cert_file=, if the peer asks for a certificate"
             if isinstance(error, ssl.SSLCertVerificationError):
                 expected = "ca_file=, the certificates of the authority that signed the peer's"
         else:

@@ -98,7 +98,8 @@ class PeerSource:
     Attributes:
         manifest: What the seed said of itself.
         why: The transport, and what was against better ones.
-        on_failure: Called with the seed's incarnation when a reader has trouble with it.
+        on_failure: Called with the seed's incarnation when a reader has trouble with it, and with
+            nothing when it has other weights, so that no place there is kept.
         others: Seeds to go on with, of those that hold the same bytes, when this one fails.
         failures: What failed with those before this one, for a report.
     """
@@ -118,7 +119,7 @@ class PeerSource:
         self.identity = Generation.of(manifest)
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
-        self.on_failure: Callable[[str], object] = bool
+        self.on_failure: Callable[..., object] = bool
         self.others: Iterator[tuple[Client, Manifest]] = iter(())
         self.failures: list[str] = []
         self._moving, self._taken = threading.Lock(), list[PeerSource]()
@@ -233,6 +234,7 @@ class PeerSource:
         try:
             yield
         except errors.SourceChangedError:
+            self.on_failure()
             raise
         except (OSError, errors.MfloadError):
             self.on_failure(self.identity.incarnation)

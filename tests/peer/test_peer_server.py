@@ -617,8 +617,9 @@ class TestCertificates:
             samples.assert_same(mfload.load(seed.url, "numpy", options=how), ARRAYS)
             for given in ({}, own(certificates, "stranger"), own(certificates, "old")):
                 how = options("http", **given, ca_file=ca)
-                with pytest.raises(errors.SourceError):
+                with pytest.raises(errors.SourceError) as caught:
                     mfload.load(seed.url, "numpy", options=how)
+                assert given or "cert_file=" in str(caught.value)
             assert wait_until(lambda: connections() == 0)
             assert wait_until(lambda: seed._server.connections == 0)
 
