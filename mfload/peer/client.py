@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import ipaddress
 import json
 import random
 import socket
@@ -297,8 +298,9 @@ class Client:
 def _own(connection: socket.socket) -> bool:
     """Whether the other end is on this machine."""
     try:
-        return connection.getsockname()[0] == connection.getpeername()[0]
-    except OSError:  # It broke off.
+        here, there = (each()[0] for each in (connection.getsockname, connection.getpeername))
+        return here == there or ipaddress.ip_address(there.split("%")[0]).is_loopback
+    except (OSError, ValueError):  # It broke off, or has no address of the internet.
         return False
 
 

@@ -10,7 +10,7 @@ from seeding import SeedProcess, options
 
 import mfload
 from mfload import errors
-from mfload.peer import connections
+from mfload.peer import client, connections
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,11 @@ def test_a_kernel_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
         assert report.route[0][1] == "peer-memfd"
     finally:
         seed.end()
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])
+def test_each_loopback_address_is_this_machine(address: str) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family) as server:
+        with socket.create_connection(server.getsockname()[:2]) as reader:
+            assert client._own(reader)
