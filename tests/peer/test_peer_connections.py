@@ -62,6 +62,8 @@ def test_a_kernel_that_does_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1"])
 def test_each_loopback_address_is_this_machine(address: str) -> None:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.create_server((address, 0), family=family) as server:
-        with socket.create_connection(server.getsockname()[:2]) as reader:
-            assert client._own(reader)
+    with (
+        socket.create_server((address, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as reader,
+    ):
+        assert client._own(reader)
