@@ -47,8 +47,8 @@ class PeerOptions:
             be written to.
         timeout: Seconds that peers have in all, before a fall-back is taken. Default: half of
             `Options.timeout`, or no limit.
-        stalled: Seconds without progress after which a peer is given up. To begin an answer, one of
-            this machine has six times as long.
+        stalled: Seconds without progress after which a peer is given up. A peer on this machine has
+            six times as long to begin an answer.
         ca_file: Certificates of the authority that signed those of seeds; with it, connections use
             TLS. Default of this and the next two: those of `Options`.
         cert_file: This process's own certificate, for seeds that ask for it, and for its own seed.

@@ -48,7 +48,7 @@ def offer(data: Data, generation: int) -> Offer:
     def close() -> None:
         engine.batch_unregister_memory([address for address, _ in spans])
 
-    return Offer({"name": name, "spans": spans}, close)
+    return Offer({"name": name, "spans": Spans.told(spans)}, close)
 
 
 def connect(given: Any, remote: Remote) -> MooncakeWay | str:
@@ -101,7 +101,7 @@ class MooncakeWay:
             self._slot = np.empty(SLOT, np.uint8)
             if self._engine.register_memory(self._slot.ctypes.data, SLOT):
                 raise errors.ReadError("Mooncake can't register memory", file=self._remote.name)
-        theirs = [each[1:] for each in self._spans.within(offset, offset + size)]
+        theirs = self._spans.within(offset, offset + size)[:, 1:].tolist()
         ends = np.cumsum([0, *(nbytes for _, nbytes in theirs)]) + self._slot.ctypes.data
         mine = ends.tolist()
         for n in range(0, len(theirs), BATCH):

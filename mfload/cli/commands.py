@@ -400,8 +400,8 @@ _CA = "With it, clients need a certificate that this authority signed."
 _MODEL = "The model's name, such as org/name."
 _PLANNER = "URL of the planner to register with."
 _RUN = (
-    "The run that the weights are of, for seeds that are read together. Default: the same for all "
-    "that serve the same bytes."
+    "Name of the run that the weights belong to. Seeds of one run are read together. Default: the "
+    "same for all seeds with the same bytes."
 )
 _READERS = "Readers at once that the planner sends here."
 _TRANSPORTS = (

@@ -81,9 +81,7 @@ def run(
     if peer is not None and peer.publish:
         _check_publish(peer, named, path, whole)
         peer = _Noted(**_fields(peer))
-    given = _fields(how)
-    given["peer"] = peer
-    how = _One(**given)
+    how = _One(**_fields(how, peer=peer))
     limit = None if how.timeout is None else how.timeout / 2
     if peer is not None and peer.timeout is not None and _is_peer(places[0]):
         limit = peer.timeout if limit is None else min(limit, peer.timeout)
@@ -186,8 +184,9 @@ def _attempt(call: Callable[..., Any], place: Any, how: Options, failed: _Failed
     raise AssertionError("unreachable")
 
 
-def _fields(options: Any) -> dict[str, Any]:
-    return {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
+def _fields(options: Any, **other: Any) -> dict[str, Any]:
+    names = [each.name for each in dataclasses.fields(options)]
+    return {name: getattr(options, name) for name in names} | other
 
 
 def _is_peer(place: Any) -> bool:

@@ -123,8 +123,8 @@ class ProcessGroup:
     def enter(self, what: str, same: str = "") -> KeyboardInterrupt | None:
         """Waits for all before collectives, so that none waits there for one that does not come.
 
-        Raises ProcessError if `same` is not so on all. Without a store, Ctrl-C is returned if it
-        came meanwhile, to be told in these.
+        Raises ProcessError if `same` differs between them. Without a store, a Ctrl-C that came
+        meanwhile is returned, to be told to the others in the collectives.
         """
         try:
             self._begun = 0
@@ -180,10 +180,10 @@ class ProcessGroup:
         return texts
 
     def begin(self, what: str, number: int) -> None:
-        """Comes before a round of collectives begins here; asks the store only now and then.
+        """Notes that a round of collectives begins here; asks the store only now and then.
 
-        Raises ProcessError if another process gave up in an earlier round. One that it began is met
-        by all, though it gave up: a collective that is under way at the exit may abort it.
+        Raises ProcessError if another process gave up in an earlier round. A round that it began
+        takes place all the same, as a collective that is under way at the exit may abort it.
         """
         self._begun = number + 1
         if self._store is not None and time.monotonic() >= self._looked + _BEAT:
@@ -194,9 +194,9 @@ class ProcessGroup:
                 self.check(what)
 
     def watch(self, what: str, number: int) -> Callable[[], None]:
-        """What `check`s while this process waits in a round of collectives; to be called often.
+        """A function that `check`s, to be called often while this process waits in a round.
 
-        Once it has waited for some time, it says so. So those that don't are the late ones.
+        After a second it tells the others that this process waits. Those that don't are late.
         """
         begun, said, warn_at = time.monotonic(), False, _PATIENCE
 
@@ -240,8 +240,8 @@ class ProcessGroup:
     def _propose(self, *outcome: Any) -> Any:
         """Writes how the step ends unless that is written; returns what is.
 
-        It ends with all agreed, or with a process, what happened to it, and details; to these come
-        the rounds of collectives that this process has begun.
+        It ends with all agreed, or with a process, what happened to it, details, and how many
+        rounds of collectives this process has begun.
         """
         assert self._store is not None
         text = json.dumps([*outcome, self._begun] if outcome else _AGREED)

@@ -268,49 +268,27 @@ class Wanted(NamedTuple):
 
 def targets(requests: Requests) -> list[Wanted]:
     """What all processes want of each tensor, in file order; requests of the same part are one."""
-    # Tensors are alike so far if they are at the same node; `before` has the node before each, and
-    # the process whose request led from there.
-    nodes: dict[object, int] = {}
-    before: list[tuple[int, int]] = []
-    starts: dict[object, int] = {}
+    known: dict[tuple[object, ...], int] = {}  # Numbers of what a process wants of tensors.
     rows: dict[str, tuple[TensorInfo, list[int], list[int]]] = {}
     for rank in sorted(requests):
         for number, (info, dtype, selection, checked, _) in enumerate(requests[rank]):
             row = rows.get(info.name)
             if row is None:
-                row = rows[info.name] = info, [_start(info, starts)], []
-            at = row[1]
-            key = at[0], rank, id(selection), id(dtype), checked
-            node = nodes.get(key)
-            if node is None:
-                node = nodes[key] = len(nodes)
-                before.append((at[0], rank))
-            at[0] = node
+                row = rows[info.name] = info, [], []
+            row[1].append(known.setdefault((rank, id(selection), id(dtype), checked), len(known)))
             row[2].append(number)
-    made: dict[int, list[Target]] = {}
+    ranks: list[Any] = [rank for rank, *_ in known]
+    made: dict[object, list[Target]] = {}
     tensors: list[Wanted] = []
-    for info, (node,), numbers in rows.values():
-        if node not in made:
-            made[node] = _targets(requests, _ranks(node, before), numbers)
-        tensors.append(Wanted(info, made[node], numbers))
-    tensors = [each for each in tensors if each.parts]
+    for info, wanted, numbers in rows.values():
+        boxes = tuple(box for box, _ in encoded(info))
+        own = info.name if boxes and backwards(info) else ""
+        kind = info.shape, info.dtype.name, boxes, own, *wanted
+        if (parts := made.get(kind)) is None:
+            parts = made[kind] = _targets(requests, [ranks[n] for n in wanted], numbers)
+        if parts:
+            tensors.append(Wanted(info, parts, numbers))
     return sorted(tensors, key=lambda each: each.info.pieces[0][:2])
-
-
-def _start(info: TensorInfo, starts: dict[object, int]) -> int:
-    """A negative number that tensors of one shape, dtype and grid of pieces have in common."""
-    boxes = tuple(box for box, _ in encoded(info))
-    kind = info.shape, info.dtype.name, boxes, info.name if boxes and backwards(info) else ""
-    return -1 - starts.setdefault(kind, len(starts))
-
-
-def _ranks(node: int, before: Sequence[tuple[int, int]]) -> list[int]:
-    """The process of each request that led to a node."""
-    ranks: list[int] = []
-    while node >= 0:
-        node, rank = before[node]
-        ranks.append(rank)
-    return ranks[::-1]
 
 
 def _targets(requests: Requests, ranks: Sequence[int], numbers: Sequence[int]) -> list[Target]:

@@ -153,7 +153,7 @@ def unbundle(
 ) -> Unbundled:
     """Writes the tensors that `bundle` took, in their order, from a file that it wrote.
 
-    Tensors and metadata are those of before; the header may be padded in another way.
+    Tensors and metadata are the original ones; the padding of the header may differ.
 
     Args:
         source: As for `load`.

@@ -53,7 +53,7 @@ class PeerUrl(NamedTuple):
                 "the URL is malformed", expected=_EXAMPLE, found=sources.shown(url)
             )
         if "@" in match[1]:
-            what, expected = "peers take no user and password", "PeerOptions(token_file=)"
+            what, expected = "peer:// URLs have no user and password", "a token: token_file="
             raise errors.UsageError(what, expected=expected, found=sources.shown(url))
         addresses = tuple(match[1].split(",")) if match[1] else ()
         for each in addresses:
@@ -106,8 +106,10 @@ class Peers:
             try:
                 seeds = use.ticket.seeds
                 made, rows = self._open([each.address for each in seeds], name, source)
-            except (errors.SourceError, errors.FormatError):
-                use.fail(*(each.incarnation for each in use.ticket.seeds))
+            except (errors.SourceError, errors.FormatError) as error:
+                # An update is no failure of a seed; nor is one at fault where several differ.
+                fine = isinstance(error, errors.SourceChangedError | errors.CheckpointError)
+                use.fail(*(each.incarnation for each in use.ticket.seeds if not fine))
                 if not left:
                     raise
                 continue
@@ -198,22 +200,7 @@ def together(
     Raises CheckpointError if the seeds disagree or a tensor has gaps, or the error of a seed that
     failed and may have had them.
     """
-    if len({manifest.run for _, manifest in seen}) > 1:
-        what = "the seeds are of several runs, and their generations are not one another's"
-        expected = "seeds of one run: publish(run=) says which, or a planner finds the newest"
-        told = [f"{client.name}: run {manifest.run}" for client, manifest in seen]
-        raise errors.CheckpointError(what, file=name, expected=expected, problems=tuple(told))
-    newest = max(manifest.generation for _, manifest in seen)
-    used = [each for each in seen if each[1].generation == newest]
-    problems = [
-        f"{client.name} has generation {manifest.generation}, others have {newest}"
-        for client, manifest in seen
-        if manifest.generation != newest
-    ]
-    if len({manifest.revision for _, manifest in used}) > 1:
-        what, expected = "the seeds have several revisions", "peer://…/name@revision"
-        found = ", ".join(sorted({manifest.revision for _, manifest in used}))
-        raise errors.CheckpointError(what, file=name, expected=expected, found=found)
+    used, problems = _newest(seen, name)
     parts = {manifest.part for _, manifest in used}
     missing = {
         count: [str(n) for n in range(count) if (n, count) not in parts] for _, count in parts
@@ -259,7 +246,31 @@ def together(
         what = "the seeds do not hold the whole model"
         raise errors.CheckpointError(what, file=name, problems=tuple(problems))
     found.extend(Columns.of(rows))
-    return list(used), found
+    return used, found
+
+
+def _newest(seen: Sequence[Seen], name: str) -> tuple[list[Seen], list[str]]:
+    """The seeds with the newest generation, and what is wrong with the others.
+
+    Raises CheckpointError if the seeds are of several runs or revisions.
+    """
+    if len({manifest.run for _, manifest in seen}) > 1:
+        what = "the seeds belong to different runs, whose generations can't be compared"
+        expected = "seeds of one run: name it with publish(run=), or let a planner find the newest"
+        told = [f"{client.name}: run {manifest.run}" for client, manifest in seen]
+        raise errors.CheckpointError(what, file=name, expected=expected, problems=tuple(told))
+    newest = max(manifest.generation for _, manifest in seen)
+    used = [each for each in seen if each[1].generation == newest]
+    revisions = sorted({manifest.revision for _, manifest in used})
+    if len(revisions) > 1:
+        what, expected = "the seeds have several revisions", "peer://…/name@revision"
+        found = ", ".join(revisions)
+        raise errors.CheckpointError(what, file=name, expected=expected, found=found)
+    return used, [
+        f"{client.name} has generation {manifest.generation}, others have {newest}"
+        for client, manifest in seen
+        if manifest.generation != newest
+    ]
 
 
 def _check_replicas(
@@ -268,7 +279,7 @@ def _check_replicas(
     names: Sequence[str],
     file: str,
 ) -> None:
-    """Raises CheckpointError if checksums show other bytes in two seeds' fragments of a box."""
+    """Raises CheckpointError if checksums show that two seeds differ in a box of a tensor."""
     sums: dict[int, dict[tuple[int, int], str]] = {}
 
     def told(number: int, fragment: Fragment) -> dict[tuple[int, int], str]:
@@ -295,12 +306,10 @@ def _check_replicas(
                 continue
             mine, theirs = told(number, fragment), told(*other)
             if any(mine[span] != theirs[span] for span in mine.keys() & theirs.keys()):
-                wrong.append(
-                    f"{entry.name}: {names[number]} has other bytes than {names[other[0]]}"
-                )
+                wrong.append(f"{entry.name}: {names[number]} differs from {names[other[0]]}")
     if wrong:
-        what = "seeds of one run and generation hold other bytes of the same tensors"
-        expected = "the same bytes: publish(run=) keeps runs apart, update() counts generations"
+        what = "seeds of one run and generation hold different bytes of the same tensors"
+        expected = "equal bytes, or another run: publish(run=), or another generation: update()"
         raise errors.CheckpointError(what, file=file, expected=expected, problems=tuple(wrong))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import io
+import ipaddress
 import json
 import random
 import socket
@@ -35,23 +36,14 @@ _ANSWER = 10.0  # Seconds for a whole answer that is not data.
 _HELD_UP = 6.0  # Times `stalled` that a program of this machine has to begin an answer.
 _PATIENCE = 60.0  # Seconds that one waits for its turn at a server which is busy.
 _PAUSES = 0.05, 1.0  # Between two tries: at first, and at most.
-_TRIES = 3  # For a request whose connection is dropped.
-
-
-class _BusyError(errors.ReadError):
-    """The server has no place now."""
-
-
-class _DroppedError(errors.ReadError):
-    """The server ended a new connection before it answered, as for others that came."""
-
-
+_TRIES = 3  # For a request whose connection is dropped, as a server does for others that come.
+_BUSY = "the peer is busy"
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     401: (errors.SourcePermissionError, "the peer asks for another token"),
     403: (errors.SourcePermissionError, "the peer does not let this one in"),
     404: (errors.SourceNotFoundError, "the peer does not have it"),
     410: (errors.SourceChangedError, "the seed has another generation now"),
-    503: (_BusyError, "the peer is busy"),
+    503: (errors.ReadError, _BUSY),
 }
 
 
@@ -72,9 +64,9 @@ class Client:
     Args:
         address: "host:port".
         name: What errors name it.
-        stalled: Seconds without progress after which a connection is given up. To begin an answer,
-            a server of this machine has six times as long: its program may be busy, and the kernel
-            says at once if it is gone.
+        stalled: Seconds without progress after which a connection is given up. A server on this
+            machine has six times as long to begin an answer: its program may be busy, and the
+            kernel says at once if it is gone.
         patience: Seconds that requests wait for their turn at a server that is busy.
     """
 
@@ -126,6 +118,8 @@ class Client:
             parts: list[bytes] = []
             while part := response.read1(64 << 10):
                 parts.append(part)
+            if response.length:  # `read1` takes the end of a connection for that of the answer.
+                raise http.client.IncompleteRead(b"", response.length)
             return b"".join(parts)
 
         try:
@@ -186,17 +180,17 @@ class Client:
     """In a fork they are the parent's."""
 
     def _ask(self, method: str, *given: Any) -> Any:
-        """Makes a request, again if the server has no place, or dropped the connection at once."""
+        """Makes a request; what only reads, again if the server is busy or drops the connection."""
         until, pause, tries = time.monotonic() + self._patience, _PAUSES[0], _TRIES
         while True:
             try:
                 return self._ask_once(method, *given)
-            except (_BusyError, _DroppedError) as error:
-                tries -= isinstance(error, _DroppedError)
-                if not tries or method != "GET" or time.monotonic() + pause > until:
-                    raise errors.ReadError(
-                        error.message, file=error.file, found=error.found
-                    ) from error.__cause__
+            except errors.ReadError as error:
+                dropped = isinstance(error.__cause__, ConnectionError)
+                tries -= dropped
+                again = method == "GET" and tries and (dropped or error.message == _BUSY)
+                if not again or time.monotonic() + pause > until:
+                    raise
             time.sleep(pause * random.uniform(0.5, 1.0))  # So that not all come at once.
             pause = min(1.5 * pause, _PAUSES[1])
 
@@ -213,12 +207,7 @@ class Client:
         try:
             try:
                 response = self._send(connection, method, path, body, headers)
-            except ConnectionError as error:
-                if not kept and not isinstance(error, ConnectionRefusedError):
-                    told = self._broken(error, kept)
-                    if type(told) is not errors.ReadError:
-                        raise told from error
-                    raise _DroppedError(told.message, file=self.name, found=told.found) from error
+            except ConnectionError:
                 if not kept:
                     raise
                 connection.close()  # The server may have closed it meanwhile.
@@ -282,12 +271,13 @@ class Client:
             return other
         expected = None
         if isinstance(error, TimeoutError):
-            what, found = "the peer stalls", f"no progress for {self.stalled:g} s"
+            what, found = "the peer stalls", f"less than stalled={self.stalled:g} allows"
         elif isinstance(error, ConnectionRefusedError | socket.gaierror):
             what, found = "no peer listens there", str(error)
             return errors.SourceNotFoundError(what, file=self.name, found=errors.shown(found, 160))
         elif isinstance(error, ssl.SSLError):
             what, found = "no secure connection to the peer", str(error)
+            expected = "cert_file=, if the peer asks for a certificate"
             if isinstance(error, ssl.SSLCertVerificationError):
                 expected = "ca_file=, the certificates of the authority that signed the peer's"
         else:
@@ -308,8 +298,9 @@ class Client:
 def _own(connection: socket.socket) -> bool:
     """Whether the other end is on this machine."""
     try:
-        return connection.getsockname()[0] == connection.getpeername()[0]
-    except OSError:  # It broke off.
+        here, there = (each()[0] for each in (connection.getsockname, connection.getpeername))
+        return here == there or ipaddress.ip_address(there.split("%")[0]).is_loopback
+    except (OSError, ValueError):  # It broke off, or has no address of the internet.
         return False
 
 

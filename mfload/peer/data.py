@@ -14,7 +14,8 @@ from mfload import errors
 from mfload.peer.manifest import BLOCK
 
 _MOST = 1 << 56  # No address lies beyond.
-_SMALL, _MANY = 8 << 10, 256  # Pieces of fewer bytes are copied together: so many, at most.
+_SMALL = 8 << 10  # Arrays of fewer bytes are copied together, where one comes after the other:
+_TOGETHER, _COUNTED = 256 << 10, 256  # so many bytes, of which each has at least some.
 _PIECE = 4 << 20  # Bytes that are copied from a device at once.
 
 
@@ -42,6 +43,9 @@ class Data:
         self.starts: list[int] = []
         self.size = 0
         self._known: dict[tuple[int, int], int] = {}
+        self._groups: list[list[Any]] = []
+        self._firsts: list[int] = []  # First byte of each group.
+        self._room = 0  # Bytes that the last group takes yet.
 
     def add(self, memory: Any) -> int:
         """Adds an array, unless its memory is there already; returns its first byte."""
@@ -50,25 +54,25 @@ class Data:
         key = _address(memory), memory.size
         if key not in self._known:
             self._known[key] = self.size
+            small = memory.size < _SMALL
+            if self._room <= 0 or not small:
+                self._groups.append([])
+                self._firsts.append(self.size)
+                self._room = _TOGETHER if small else 0
+            self._groups[-1].append(memory)
+            self._room -= max(memory.size, _COUNTED)
             self.arrays.append(memory)
             self.starts.append(self.size)
             self.size += memory.size
         return self._known[key]
 
     def parts(self, start: int, stop: int) -> Iterator[Any]:
-        """The memory of a range, array by array; of devices, copies of a few MiB."""
-        small: list[Any] = []
-        for n, low, high in cut(self.starts, self.size, start, stop):
-            for piece in _pieces(self.arrays[n], low, high):
-                if piece.nbytes < _SMALL:
-                    small.append(piece)
-                if small and (piece.nbytes >= _SMALL or len(small) == _MANY):
-                    yield flat(b"".join(small))
-                    small = []
-                if piece.nbytes >= _SMALL:
-                    yield piece
-        if small:
-            yield flat(b"".join(small))
+        """The memory of a range, small arrays together; of devices, copies of a few MiB."""
+        for n, low, high in cut(self._firsts, self.size, start, stop):
+            memory, *more = self._groups[n]
+            if more:
+                memory = flat(b"".join([each[: each.size] for each in (memory, *more)]))
+            yield from _pieces(memory, low, high)
 
     def checksums(self) -> tuple[str, str]:
         """The checksums of blocks, and of parts of shared ones, as the manifest has them."""
@@ -105,16 +109,12 @@ class Data:
         """Address and bytes of each array, in order."""
         return list(self._known)
 
-    def runs(self) -> list[tuple[int, int]]:
-        """The same, of arrays that lie one behind the other together."""
-        found: list[tuple[int, int]] = []
-        start = end = 0
-        for address, nbytes in self._known:
-            if address != end:
-                found.append((start, end - start))
-                start = address
-            end = address + nbytes
-        return [*found[1:], (start, end - start)] if self._known else []
+    def runs(self) -> Any:
+        """The same as an array, of arrays that lie one behind the other together."""
+        rows = np.array(self.spans(), np.int64).reshape(-1, 2)
+        apart = rows[1:, 0] != rows[:-1].sum(1)
+        first = np.flatnonzero(np.append(rows[:1, 0] > 0, apart))
+        return np.column_stack([rows[first, 0], np.add.reduceat(rows[:, 1], first)])
 
     def devices(self) -> list[int]:
         """The CUDA device on which each array lies; -1 for the host."""
@@ -141,33 +141,42 @@ def _address(memory: Any) -> int:
 
 
 class Spans:
-    """Where the data of a seed lies: address and bytes of each array, in order.
+    """Where the data of a seed lies.
 
     Attributes:
-        rows: The arrays.
+        rows: Address and bytes of each array, in order.
+        size: Bytes of all.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, int]]) -> None:
-        self.rows, self.size = rows, 0
-        self._starts: list[int] = []
-        for _, nbytes in rows:
-            self._starts.append(self.size)
-            self.size += nbytes
+    def __init__(self, rows: Any) -> None:
+        self.rows, self.size = rows, sum(rows[:, 1].tolist())
+        self._ends = rows[:, 1].cumsum()
+
+    @staticmethod
+    def told(rows: Any) -> str:
+        """How a seed tells them: numbers of 64 bits in hexadecimal digits."""
+        return np.array(rows, "<i8").tobytes().hex()
 
     @staticmethod
     def of(given: Any, size: int) -> Spans:
         """Those that a seed of `size` bytes told; raises ValueError or TypeError."""
-        rows = [(address, nbytes) for address, nbytes in given]
-        numbers = [n for row in rows for n in row]
-        made = Spans(rows) if {*map(type, numbers)} <= {int} else None
-        if made is None or made.size != size or not all(0 < n < _MOST for n in numbers):
+        rows = np.frombuffer(bytes.fromhex(given), "<i8").reshape(-1, 2)
+        made = Spans(rows)
+        if made.size != size or not ((rows > 0) & (rows < _MOST)).all():
             raise ValueError("no such memory")
         return made
 
-    def within(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Array, address and bytes of each part of a range."""
-        for n, low, high in cut(self._starts, self.size, start, stop):
-            yield n, self.rows[n][0] + low, high - low
+    def within(self, start: int, stop: int) -> Any:
+        """Number of the array, address and bytes of each part of a range, as an array."""
+        first = np.searchsorted(self._ends, start, "right")
+        last = np.searchsorted(self._ends, stop)
+        rows = self.rows[first : last + 1]
+        found = np.column_stack([np.arange(first, first + len(rows)), rows])
+        if len(rows):
+            before = start - self._ends[first] + rows[0, 1]
+            found[0] += 0, before, -before
+            found[-1, 2] -= self._ends[last] - stop
+        return found
 
 
 def cut(starts: Sequence[int], size: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:

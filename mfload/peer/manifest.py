@@ -71,8 +71,8 @@ class Manifest(NamedTuple):
 
     Attributes:
         incarnation: 32 hexadecimal digits, drawn when the seed began.
-        run: What its generations count within: a job, or a set of files; others are not
-            compared with it.
+        run: The run that generations belong to: a job, or a set of files. Generations of
+            different runs are not compared.
         generation: Which version of the weights of the run; each update counts it up.
         part: Which part of the model this seed holds, and of how many.
         size: Bytes of data: the fragments, one after the other.
@@ -109,9 +109,9 @@ class Manifest(NamedTuple):
         yield from self.rows
 
     @property
-    def places(self) -> tuple[Any, ...]:
-        """Its size and what lies where, whatever the sharding."""
-        return self.size, *(row._replace(sharding="") for row in self.entries)
+    def contents(self) -> tuple[Any, ...]:
+        """The same for seeds that hold the same bytes in the same places, whatever the sharding."""
+        return self.size, self.checksums, *(row._replace(sharding="") for row in self.entries)
 
     @property
     def layout(self) -> str:

@@ -18,7 +18,6 @@ import secrets
 import struct
 import weakref
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,6 @@ from mfload.sources.base import Costs
 
 _SECRET, _WORD = 16, 24
 _CALLS = 1024  # Ranges a call, on both sides; Linux takes no more.
-_NBYTES = itemgetter(1)
 
 _unused: list[Any] = []
 """Words of generations that ended. They get other secrets, and are never freed: freed memory may be
@@ -77,7 +75,7 @@ def offer(data: Data, generation: int) -> Offer | None:
     given = {
         "pid": os.getpid(),
         "proof": [kept.word.ctypes.data, kept.secret.hex()],
-        "spans": data.runs(),
+        "spans": Spans.told(data.runs()),
     }
     return Offer(given, kept.close)
 
@@ -111,8 +109,8 @@ def connect(given: Any, remote: Remote) -> MemoryWay | LocalWay | str:
 def _checked(given: Any, remote: Remote) -> tuple[int, tuple[int, bytes], Spans]:
     try:
         pid, (address, secret) = given["pid"], given["proof"]
-        Spans.of([(pid, 1), (address, 1)], 2)
-        if len(secret) == 2 * _SECRET and pid < 1 << 31:
+        fine = [type(pid), type(address)] == [int, int] and 0 < pid < 1 << 31
+        if fine and 0 < address < 1 << 56 and len(secret) == 2 * _SECRET:
             spans = Spans.of(given["spans"], remote.manifest.size)
             return pid, (address, bytes.fromhex(secret)), spans
     except (KeyError, TypeError, ValueError):
@@ -169,22 +167,24 @@ class MemoryWay:
     def read(self, vector: Sequence[Any], offset: int) -> None:
         """Fills buffers (see `Way`)."""
         local = [(np.frombuffer(each, np.uint8).ctypes.data, each.nbytes) for each in vector]
-        stop = offset + sum(nbytes for _, nbytes in local)
-        self._copy(local, [each[1:] for each in self._spans.within(offset, stop)])
+        mine = np.array([row for row in local if row[1]], np.int64).reshape(-1, 2)
+        found = self._spans.within(offset, offset + mine[:, 1].sum())
+        self._copy(mine, np.ascontiguousarray(found[:, 1:]))
 
     def check(self) -> bool:
         """Whether the proof is still there (see `Way`)."""
         found = np.empty(_WORD, np.uint8)
-        self._copy([(found.ctypes.data, _WORD)], [(self._address, _WORD)])
+        self._copy(*np.array([[(found.ctypes.data, _WORD)], [(self._address, _WORD)]], np.int64))
         return found.tobytes() == self._secret + struct.pack("<q", self._generation)
 
     def close(self) -> None:
         """Nothing is open."""
 
-    def _copy(self, local: list[tuple[int, int]], remote: list[tuple[int, int]]) -> None:
-        """Copies ranges of the other process to ranges of this one, of as many bytes in all."""
-        # As the kernel takes them: address and bytes, one pair after the other.
-        mine, theirs = (np.array([*filter(_NBYTES, each)], np.int64) for each in (local, remote))
+    def _copy(self, mine: Any, theirs: Any) -> None:
+        """Copies ranges of the other process to ranges of this one, of as many bytes in all.
+
+        Ranges are as the kernel takes them: address and bytes, one pair after the other.
+        """
         while mine.size:
             ranges = [(each.ctypes.data, min(len(each), _CALLS)) for each in (mine, theirs)]
             got = self._call(self._pid, *ranges[0], *ranges[1], 0)

@@ -123,7 +123,7 @@ class _Served:
             told = self._agent.get_agent_metadata()
         self.given = {
             "metadata": base64.b64encode(told).decode(),
-            "spans": spans,
+            "spans": Spans.told(spans),
             "devices": devices if "VRAM" in rows else None,
         }
         self._lock = threading.Lock()
@@ -268,7 +268,7 @@ class NixlWay:
         """Fills memory at (address, kind, device), by a transfer for each kind that it is from."""
         kinds: dict[str, tuple[list[Any], list[Any]]] = {}
         at, kind_here, device_here = into
-        for n, address, nbytes in self._spans.within(offset, offset + count):
+        for n, address, nbytes in self._spans.within(offset, offset + count).tolist():
             device = self._devices[n]
             mine, theirs = kinds.setdefault(_kind(device), ([], []))
             mine.append((at, nbytes, device_here))

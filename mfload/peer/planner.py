@@ -6,7 +6,6 @@ The rules, without a network: `mfload.peer.planner_http` serves them over HTTP, 
 
 from __future__ import annotations
 
-import itertools
 import platform
 import re
 import secrets
@@ -46,7 +45,7 @@ class SeedRecord(NamedTuple):
     """What a planner knows of a seed.
 
     Attributes:
-        run: What its generations count within (see `Manifest`).
+        run: The run that its generations belong to (see `Manifest`).
         host: The machine, to find near ones.
         size: Bytes that it holds.
         part, parts: Which part of the model it holds, of how many; 0 and 1 for all of it.
@@ -196,10 +195,9 @@ class Registry:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seeds: dict[str, _Known] = {}
-        # Runs in the order in which they were seen first. One without seeds stays: who loaded it
-        # may publish it again.
+        # Runs in the order in which they were seen first. One without seeds stays: a reader that
+        # loaded it may publish it again.
         self._began: dict[str, int] = {}
-        self._runs = itertools.count()
         self._lock = threading.Lock()
         self._probe, self._clock = probe, clock
 
@@ -293,8 +291,7 @@ class Registry:
         sources.at_once(look, looked, _PROBES)
 
     def _remember(self, run: str) -> None:
-        if run not in self._began:
-            self._began[run] = next(self._runs)
+        self._began.setdefault(run, 1 + next(reversed(self._began.values()), 0))
         if len(self._began) > _MOST_RUNS:
             held = {each.record.run for each in self._seeds.values()}
             for gone in [each for each in self._began if each not in held][: _MOST_RUNS // 2]:

@@ -88,7 +88,8 @@ class PlannerServer:
         if request.method != "GET" and request.headers.get("Content-Type") != "application/json":
             return text(415, '{"error": "JSON is needed"}')  # No page in a browser may send it.
         try:
-            body: Any = strict_json.loads(request.body, "request") if request.body else None
+            named = request.body, "request", "request"
+            body: Any = strict_json.loads(*named) if request.body else None
             if parts[:2] == ["v1", "seeds"]:
                 return self._seeds(request.method, parts[2:], body)
             if parts[:2] == ["v1", "tickets"]:

@@ -42,7 +42,7 @@ def split_address(address: str) -> tuple[str, int]:
     """Host and port of "host:port" or "[v6]:port"; raises UsageError for anything else."""
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None  # pyright: ignore
     if match is None or int(match[3]) > 65535:
-        found = str(address).rpartition("@")[2].partition("?")[0]  # The rest may be secret.
+        found = re.split("[?#]", str(address).rpartition("@")[2])[0]  # The rest may be secret.
         raise errors.UsageError(
             "not an address", expected="host:port", found=errors.shown(found, 80)
         )

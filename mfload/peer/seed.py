@@ -122,7 +122,7 @@ class Seed:
         address: Where it listens, "host:port".
         model, revision: What it holds.
         part: Which part of the model, and of how many.
-        run: What its generations count within.
+        run: The run that its generations belong to.
         generation: Which version of the weights: 0, then one more with each update.
         copied_bytes: Bytes of arrays that can't be read in place, and so were copied.
         reads: How many times others asked what it holds, as each load, `ls` and the like does.
@@ -249,8 +249,8 @@ class Seed:
     def _check_own(self) -> None:
         """Raises UsageError in a fork, whose changes no reader would ever see."""
         if self._pid != os.getpid():
-            what = "the seed belongs to the process that this one was forked from"
-            raise errors.UsageError(what, expected="a seed of its own")
+            what = "the seed belongs to the parent of this process, which was forked"
+            raise errors.UsageError(what, expected="a seed that this process has published")
 
     def _record(self) -> SeedRecord:
         about = self.manifest
@@ -333,8 +333,8 @@ def _check_readable(manifest: bytes) -> None:
         what = "the manifest is too long"
         raise errors.UsageError(what, expected=f"at most {most}", found=size)
     try:
-        most = manifests.MAX_PARSED
-        manifests.from_json(strict_json.loads(manifest, "the seed", most=most), "the seed")
+        given = strict_json.loads(manifest, "the seed", "manifest", most=manifests.MAX_PARSED)
+        manifests.from_json(given, "the seed")
     except errors.HeaderError as error:
         raise errors.UsageError(
             error.message, tensor=error.tensor, expected=error.expected, found=error.found
@@ -395,11 +395,11 @@ def publish(
         max_readers: Readers at once that the planner sends here, 1 or more.
         part: `(rank, size)` of processes that hold a model together: readers are told if one of
             them is missing, and a planner names them all.
-        run: Names the run that the weights are of, with up to 64 letters, digits, ".", "_" and
-            "-": the same in all of its processes, another after a restart. Weights of several runs
+        run: Name of the run that the weights belong to: up to 64 letters, digits, ".", "_" and "-",
+            the same in all of its processes, another one after a restart. Weights of different runs
             are never loaded together. Default: that of an open seed of the model in this process,
             else one that the processes of a group (`torch.distributed`, `jax.distributed`) share,
-            else a new one. `part=` without a group needs it.
+            else a new one. Required for `part=` without a group.
         generation: The number of the weights within the run: of seeds with several, the planner and
             readers take the newest.
         checksums: Whether checksums are made, at the speed of memory.
@@ -425,7 +425,7 @@ def publish(
         raise errors.UsageError("no such part or generation", expected=expected, found=found)
     if run is not None and not manifests.is_run(run):
         expected = "up to 64 letters, digits, '.', '_' and '-'"
-        raise errors.UsageError("run= is not a name of a run", expected=expected, found=repr(run))
+        raise errors.UsageError("run is not a valid name", expected=expected, found=repr(run))
     if type(max_readers) is not int or not 0 < max_readers < 1 << 62:
         what = "max_readers= is not a number of readers"
         raise errors.UsageError(what, expected="1 or more", found=repr(max_readers))
@@ -466,8 +466,8 @@ def _run(model: str, revision: str, parts: int) -> str:
         counts[name] += 1
         run = store.first(f"mfload/run/{name}/{counts[name]}", run)
     elif parts > 1:
-        what = "parts of a model need the name of their run: there is no process group to agree in"
-        expected = "run= with the same name in each process, and another after a restart"
+        what = "part= needs run= outside of a process group"
+        expected = "run=, the same name in all processes, and another one after a restart"
         raise errors.UsageError(what, expected=expected)
     _drawn.add(run)
     return run
@@ -528,7 +528,7 @@ def publish_loaded(
 ) -> Seed:
     """Publishes the model that a `peer://` URL names; the seed lives as long as the process.
 
-    It has the run and the generation of the seeds that were read; no run is given if files were.
+    It has the run and the generation of the seeds that were read. Files have no run.
     Raises as `publish` does, but for a planner that is gone.
     """
     what = PeerUrl.of(url)

@@ -96,11 +96,10 @@ class Server:
         check_exposure(address, token, tls)
         self._handle, self._token = handle, None if token is None else f"Bearer {token}".encode()
         self._context = None if tls is None else tls.context(server=True)
-        # Those that made no request yet which was let in, those that did, and those of these that
-        # wait for the next: each in the order in which they came.
+        # Those that made no request yet which was let in, the oldest first, and those that did:
+        # whether they wait for the next, the longest first.
         self._strangers: dict[socket.socket, None] = {}
-        self._open: dict[socket.socket, None] = {}
-        self._resting: dict[socket.socket, None] = {}
+        self._open: dict[socket.socket, bool] = {}
         self._lock = threading.Lock()
         host, port = split_address(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -132,7 +131,7 @@ class Server:
         self._closed = True
         for each in (self._listener.socket, *self._strangers, *self._open):
             each.close()
-        self._strangers, self._open, self._resting = {}, {}, {}
+        self._strangers, self._open = {}, {}
 
     @property
     def closed(self) -> bool:
@@ -145,7 +144,7 @@ class Server:
         return len(self._strangers) + len(self._open)
 
     def enter(self, connection: socket.socket) -> bool:
-        """Counts a connection, the oldest of strangers gives way; False if the server is closed."""
+        """Adds a connection, in place of the oldest stranger if need be; False if it is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -156,33 +155,31 @@ class Server:
             return True
 
     def works(self, connection: socket.socket) -> bool:
-        """Counts one whose request is let in; False if all places are taken by such."""
+        """Moves one to those whose requests are let in; False if there is no place for it."""
         with self._lock:
-            self._resting.pop(connection, None)
-            if connection in self._open:
-                return True
-            if len(self._open) >= MAX_CONNECTIONS:
-                if not self._resting:
+            if connection not in self._open and len(self._open) >= MAX_CONNECTIONS:
+                longest = next((each for each, waits in self._open.items() if waits), None)
+                if longest is None:
                     return False
-                _shut(longest := next(iter(self._resting)))
-                del self._resting[longest], self._open[longest]
+                _shut(longest)
+                del self._open[longest]
             self._strangers.pop(connection, None)
-            self._open[connection] = None
+            self._open[connection] = False
             return True
 
     def rests(self, connection: socket.socket) -> float:
-        """Counts one that waits for its next request; the seconds that it has for it."""
+        """The seconds that a connection has for its next request, for which it waits now."""
         with self._lock:
-            if connection not in self._open:
+            if self._open.pop(connection, None) is None:
                 return FIRST
-            self._resting[connection] = None
+            self._open[connection] = True
             return IDLE
 
     def leave(self, connection: socket.socket) -> None:
         """Forgets a connection."""
         with self._lock:
-            for some in (self._strangers, self._open, self._resting):
-                some.pop(connection, None)
+            self._strangers.pop(connection, None)
+            self._open.pop(connection, None)
 
     def secured(self, connection: socket.socket) -> socket.socket:
         """The connection, inside TLS if there is any; to be called in its own thread."""

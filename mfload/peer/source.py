@@ -92,18 +92,14 @@ def _changed(name: str, expected: object, found: object) -> errors.SourceChanged
     return errors.SourceChangedError(what, file=name, expected=expected, found=found)
 
 
-def _same_bytes(one: Manifest, other: Manifest) -> bool:
-    """Whether two seeds hold the same bytes in the same places."""
-    return one.checksums == other.checksums and one.places == other.places
-
-
 class PeerSource:
     """The data of a seed as a `Source`.
 
     Attributes:
         manifest: What the seed said of itself.
         why: The transport, and what was against better ones.
-        on_failure: Called with the seed's incarnation when a reader has trouble with it.
+        on_failure: Called with the seed's incarnation when a reader has trouble with it, and with
+            nothing when it has other weights, so that no place there is kept.
         others: Seeds to go on with, of those that hold the same bytes, when this one fails.
         failures: What failed with those before this one, for a report.
     """
@@ -123,7 +119,7 @@ class PeerSource:
         self.identity = Generation.of(manifest)
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
-        self.on_failure: Callable[[str], object] = bool
+        self.on_failure: Callable[..., object] = bool
         self.others: Iterator[tuple[Client, Manifest]] = iter(())
         self.failures: list[str] = []
         self._moving, self._taken = threading.Lock(), list[PeerSource]()
@@ -209,7 +205,7 @@ class PeerSource:
                 return False
             with suppress(errors.SourceError, errors.FormatError):  # A planner is asked for more.
                 for client, manifest in self.others:
-                    if client is self._client or not _same_bytes(manifest, self.manifest):
+                    if client is self._client or manifest.contents != self.manifest.contents:
                         continue
                     with suppress(errors.SourceError, errors.FormatError):
                         self._take(connect(client, manifest, self._options), error)
@@ -238,6 +234,7 @@ class PeerSource:
         try:
             yield
         except errors.SourceChangedError:
+            self.on_failure()
             raise
         except (OSError, errors.MfloadError):
             self.on_failure(self.identity.incarnation)

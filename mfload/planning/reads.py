@@ -198,7 +198,7 @@ class Reads:
 
 
 class NoReads(Reads):
-    """Takes the same, and plans nothing."""
+    """Takes what `Reads` takes, and plans no reads."""
 
     def run(self, source: int, offset: int, nbytes: int, buffer: int, at: int) -> None:
         """Does nothing."""

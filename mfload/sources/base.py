@@ -184,11 +184,11 @@ def shrunk(name: str, expected: int, found: int) -> errors.SourceChangedError:
 
 def redacted(url: str) -> str:
     """A URL without what may be secret in it: user, password, query."""
-    scheme, _, whole = url.partition("://")
+    scheme, mark, whole = url.partition("://") if "://" in url else ("", "", url)
     rest, query, _ = whole.partition("#")[0].partition("?")
     host, slash, path = rest.partition("/")
     host = host.rpartition("@")[2]
     # A password with a slash in it looks like a port; one with `?` or `#` ends the host.
     if not re.fullmatch(_HOST, host) or (not slash and "@" in whole[len(rest) :]):
         host, slash, path = "…", "", ""
-    return f"{scheme}://{host}{slash}{path}{'?…' if query else ''}"
+    return f"{scheme}{mark}{host}{slash}{path}{'?…' if query else ''}"

@@ -128,10 +128,9 @@ def load_into(
             memory keeps its dtype, and another is refused.
         strict: Whether every leaf must be filled and every stored tensor used. If False, what
             fits is loaded and the other leaves stay as they are; something must fit.
-        atomic: Whether a module keeps all of its old values if the load fails: what is loaded
-            lands beside it, in as many bytes of host memory, and is copied once all of it is there,
-            on all processes. Refused for modules of PyTorch with load hooks. Trees of JAX come back
-            new in any case.
+        atomic: Whether a module keeps all of its old values if the load fails. The new values are
+            loaded beside it, into as many bytes of host memory, and copied once all processes have
+            theirs. Refused for PyTorch modules with load hooks. JAX trees are new in any case.
         progress: As for `mfload.load`.
         report: As for `mfload.load`.
         fallback: As for `mfload.load`.
@@ -150,9 +149,8 @@ def load_into(
             before data is read. What load hooks refuse is known once they have run.
         ShardingError: A sharding does not fit its leaf.
         MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded. A
-            module that is filled in place may be, unless `atomic`: a note of the exception tells,
-            and `mfload_torn` of the module has the names of what may hold new values or old ones,
-            until they are loaded.
+            module that is filled in place may be, unless `atomic`: the exception has a note, and
+            `mfload_torn` of the module names what may hold old or new values, until it is loaded.
     """
     placed = mesh, shardings, unmatched, logical_axis_rules
     call = functools.partial(

@@ -2,8 +2,8 @@
 
 What is stored as a leaf wants it is read straight into the leaf's memory. The rest is read in
 batches, arranged by NumPy and copied in, within the overhead. Leaves without memory get new arrays,
-which the module is given once everything has arrived on all processes. With `atomic`, all of them
-are filled beside the module, and copied then.
+which the module is given once everything has arrived on all processes. With `atomic`, all leaves
+are filled beside the module and copied into it at that point.
 """
 
 from __future__ import annotations
@@ -309,9 +309,9 @@ def _check(module: Module, asked: Wishes) -> None:
             )
     asked.check_bools()
     if asked.atomic and module.judged:
-        what = "atomic=True is not for modules with load hooks, which fill them in their own way"
+        what, expected = "atomic=True does not work for modules with load hooks", "atomic=False"
         parts = brief([prefix.removesuffix(".") or "the module" for prefix in module.judged])
-        raise errors.UsageError(what, expected="a copy of the module, filled first", found=parts)
+        raise errors.UsageError(what, expected=expected, found=parts)
 
 
 class _Step(NamedTuple):

@@ -53,9 +53,9 @@ def by_name(
     if framework is not None and (parts := torn.of(framework, state)):
         names = sorted({name for _, names in parts for name in names})
         raise errors.UsageError(
-            "a load_into that failed left the module with old values among new ones",
-            expected="a load of all of them; or `del module.mfload_torn` once they are right",
-            found=f"may be either: {', '.join(names[:8])}" + (", …" if len(names) > 8 else ""),
+            "a failed load_into left old and new values in the module",
+            expected="load them again, or `del module.mfload_torn` once their values are right",
+            found=f"old or new: {', '.join(names[:8])}" + (", …" if len(names) > 8 else ""),
         )
     if framework == "keras":
         from mfload.trees.keras_modules import KerasModule

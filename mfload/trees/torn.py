@@ -1,4 +1,4 @@
-"""Marks of modules that a load which failed left torn: `mfload_torn` has names in the module."""
+"""Modules that a failed load left with old and new values; `mfload_torn` of them has the names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def mark(module: Any, names: Collection[str]) -> None:
-    """Leaves these names in a module: of what may hold old values or new ones."""
+    """Marks a module, of which these names may hold old values or new ones; no names, no mark."""
     if names:
         vars(module)["mfload_torn"] = tuple(sorted(names))  # Keras tracks what it is assigned.
     else:

@@ -619,7 +619,7 @@ def test_a_torn_module_is_marked_until_it_is_loaded(tmp_path: Path) -> None:
         lambda: mfload.save(net, tmp_path / "torn.safetensors"),
         lambda: mfload.publish(net, model="m"),
     ):
-        with pytest.raises(errors.UsageError, match="old values among new ones"):
+        with pytest.raises(errors.UsageError, match="old and new values in the module"):
             call()
     quietly(net, part, strict=False)
     assert not any(name.startswith("rnn") for name in net.mfload_torn)
@@ -636,7 +636,7 @@ def test_a_torn_part_of_a_module_is_torn_in_the_whole(tmp_path: Path) -> None:
     for owner, file in ((net.rnn, part), (net, path)):
         with fails, pytest.raises(OSError):
             mfload.load_into(owner, file)
-        with pytest.raises(errors.UsageError, match=r"old values among new ones.*\brnn\."):
+        with pytest.raises(errors.UsageError, match=r"old and new values in the module.*\brnn\."):
             mfload.save(net, tmp_path / "torn.safetensors")
     mfload.load_into(net, path)
     mfload.save(net.rnn, tmp_path / "part.again.safetensors")

@@ -207,7 +207,7 @@ def signalled(world: World, times: str) -> None:
 
 def overtaken(world: World) -> dict[str, Any]:
     """Process 1 comes to a round late, after the other gave up; both go on to an orderly exit."""
-    timeout, said, pauses = 1.5 if world.rank == 0 else 30.0, "", iter([4.0])
+    timeout, said, pauses = 3.0 if world.rank == 0 else 30.0, "", iter([6.0])
     try:
         with world.failing(300_000, lambda: time.sleep(next(pauses, 0.0))):
             world.load(

@@ -29,6 +29,7 @@ from seeding import MODEL, TOTAL, TRANSPORTS, SeedProcess, options, publish, wai
 import mfload
 from mfload import errors
 from mfload.peer import checkpoint, client as clients, memfd
+from mfload.peer.server import Reply, Server
 
 SOON = 5.0  # Seconds; an answer has 6 times `stalled` to begin.
 
@@ -414,6 +415,14 @@ class TestOnTheWay:
         with pytest.raises(errors.ReadError, match="stalls"):
             self.load(change)
         assert time.monotonic() - begin < SOON
+
+    def test_an_answer_that_breaks_off(self) -> None:
+        """Though what came is whole for itself: not a malformed answer, nor a good one."""
+        short = Reply(200, (b"{}",), 9, headers=(("Connection", "close"),))
+        server = Server("127.0.0.1:0", lambda _: short)
+        with pytest.raises(errors.ReadError, match="broke off"):
+            clients.Client(server.address).json("GET", "/")
+        server.close()
 
     @pytest.mark.parametrize("drip", [b"a", b"HTTP/1.1 100 Continue\r\n\r\n", b"X: y\r\n"])
     def test_a_head_that_never_ends(self, drip: bytes) -> None:

@@ -19,6 +19,7 @@ import pytest
 import mfload
 from mfload import errors
 from mfload.peer import source
+from mfload.peer.data import Spans
 from tests.peer.seeding import MODEL, TRANSPORTS, SeedProcess, options
 
 MARK = b"a secret of process no 7"
@@ -139,7 +140,7 @@ def naming(victim: Process, manifest: dict[str, Any]) -> dict[str, Any]:
     told["generation"] = int.from_bytes(MARK[16:], "little")
     proof = [address, MARK[:16].hex()]
     told["ways"]["memory"] = {
-        "pid": victim.pid, "proof": proof, "spans": [[address, told["size"]]]
+        "pid": victim.pid, "proof": proof, "spans": Spans.told([[address, told["size"]]])
     }  # fmt: skip
     return told
 
@@ -169,7 +170,7 @@ def test_its_own_process_is_read_with_checksums_alone(
     """A number that is right does not help one without checksums."""
     told = unchecked(manifest)
     given = {"pid": hostile.pid, "proof": [0x400000, "7f454c46020101000000000000000000"]}
-    told["ways"] = {"memory": {**given, "spans": [[0x400000, told["size"]]]}}
+    told["ways"] = {"memory": {**given, "spans": Spans.told([[0x400000, told["size"]]])}}
     hostile.says(told)
     assert hostile.load("memory") is None
 
@@ -202,7 +203,7 @@ def test_a_seed_of_this_process_is_said_to_be_of_another_size(hostile: Hostile, 
         told = client.json("GET", "/v1/manifest")
         client.close()
         told["size"], told["whole"][1][0][1] = size, [size]
-        told["ways"]["memory"]["spans"] = [[1 << 20, size]]
+        told["ways"]["memory"]["spans"] = Spans.told([[1 << 20, size]])
         hostile.says(told)
         assert hostile.load("memory", checksums=False) is None
 

@@ -19,7 +19,7 @@ import pytest
 
 import mfload
 from mfload import Options, PeerOptions, errors
-from mfload.peer import planner as planning
+from mfload.peer import planner as planning, source as sourcing
 from mfload.peer.client import Client
 from mfload.peer.etcd import EtcdPlanner
 from mfload.peer.planner import Registry, SeedRecord, choose
@@ -415,6 +415,16 @@ def test_a_seed_that_lies_is_refused(planner: PlannerServer, change: dict[str, A
     client.close()
 
 
+def test_a_request_that_is_not_json_is_told_so(planner: PlannerServer) -> None:
+    import http.client
+
+    connection = http.client.HTTPConnection(planner.address)
+    connection.request("PUT", "/v1/seeds", b"{", {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    assert (answer.status, json.load(answer)) == (400, {"error": "the request is not JSON"})
+    connection.close()
+
+
 def test_a_page_in_a_browser_can_not_register(planner: PlannerServer) -> None:
     """What a browser sends to another origin without asking is not JSON by its header."""
     import http.client
@@ -512,6 +522,59 @@ def test_a_busy_fleet_is_waited_for_once(planner: PlannerServer) -> None:
         opened.close()
 
 
+def test_an_update_is_not_held_against_a_seed(
+    planner: PlannerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the manifest and the first byte, and while it has reached one part of two."""
+    how: Any = {"model": "org/u", "run": "one", "planner": planner.url}
+    with (
+        mfload.publish(ARRAYS, part=(0, 2), **how) as one,
+        mfload.publish({"z": ARRAYS["y"]}, part=(1, 2), **how) as other,
+    ):
+        mfload.load("peer:///org/u", "numpy", options=_options(planner))
+        connect, left = sourcing.connect, [one, other]
+
+        def changed(*given: Any) -> Any:
+            if left:
+                for each in (one, other):
+                    each.update({str(each.part[0]): ARRAYS["x"]})
+                left.clear()
+            return connect(*given)
+
+        monkeypatch.setattr(sourcing, "connect", changed)
+        assert len(mfload.load("peer:///org/u", "numpy", options=_options(planner))) == 2
+        assert all(well for *_, well in planner.registry.records())
+
+        ask, slow = sourcing.ask, threading.Timer(1.0, other.update, [{"1": ARRAYS["y"]}])
+        late = [slow]
+
+        def halfway(*given: Any) -> Any:
+            with contextlib.suppress(IndexError):  # Both parts are asked at once.
+                late.pop().start()
+                one.update({"0": ARRAYS["y"]})
+            return ask(*given)
+
+        monkeypatch.setattr(sourcing, "ask", halfway)
+        assert len(mfload.load("peer:///org/u", "numpy", options=_options(planner))) == 2
+        assert all(well for *_, well in planner.registry.records())
+        slow.join()
+
+
+def test_weights_that_changed_keep_no_place(
+    planner: PlannerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader of those before would wait for its own place, to find that others have them not."""
+    monkeypatch.setattr("mfload.peer.checkpoint._WAIT", 4.0)
+    with mfload.publish(ARRAYS, model="org/c", planner=planner.url, max_readers=1) as seed:
+        opened = mfload.open("peer:///org/c", options=_options(planner))
+        seed.update({"x": ARRAYS["x"] + 1})
+        start = time.monotonic()
+        with pytest.raises(errors.SourceChangedError):
+            opened.get_tensor("y")
+        assert time.monotonic() - start < 2.0
+        opened.close()
+
+
 def test_errors_of_arguments_keep_no_place(planner: PlannerServer) -> None:
     """Nor a thread that renews it."""
     with mfload.publish(ARRAYS, model="org/e", planner=planner.url):
@@ -554,12 +617,14 @@ def test_planners_without_an_address(url: str) -> None:
         mfload.load("peer:///m", "numpy", options=Options(peer=PeerOptions(planner=url)))
 
 
-@pytest.mark.parametrize("scheme", ["http", "https", "etcd", "ftp"])
-def test_passwords_of_planners_are_not_shown(scheme: str) -> None:
+@pytest.mark.parametrize("url", [
+    "http://me:s3cret@h:1", "https://me:s3cret@h:1", "etcd://me:s3cret@h:1", "ftp://me:s3cret@h:1",
+    "me:s3cret@h:1", "http:me:s3cret@h:1", "http://h:1/#s3cret", "http://h:1/?s3cret",
+])  # fmt: skip
+def test_passwords_of_planners_are_not_shown(url: str) -> None:
     """They take none."""
-    options = Options(peer=PeerOptions(planner=f"{scheme}://me:s3cret@127.0.0.1:1"))
     with pytest.raises(errors.UsageError) as caught:
-        mfload.load("peer:///m", "numpy", options=options)
+        mfload.publish(ARRAYS, model="m", planner=url)
     assert "s3cret" not in str(caught.value)
 
 

@@ -187,6 +187,13 @@ def test_generations_may_be_times(transport: str) -> None:
     np.testing.assert_array_equal(found["a"], ARRAYS["a"])
 
 
+def test_a_manifest_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(manifest, "MAX_PARSED", 1000)
+    shared = np.zeros(4, np.float32)
+    with pytest.raises(errors.UsageError, match="the manifest would take too much memory"):
+        mfload.publish({f"t{n}": shared for n in range(100)}, model="m")
+
+
 def test_a_manifest_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused by the seed, not by each reader; an update leaves the weights before."""
     with mfload.publish(ARRAYS, model="m") as seed:

@@ -370,11 +370,13 @@ class TestSlowAndMany:
         head = b"GET /v1/state HTTP/1.1\r\nHost: localhost\r\n\r\n"
         with publish(ARRAYS) as seed, contextlib.ExitStack() as stack:
             kept = [stack.enter_context(connect(seed.address)) for _ in range(8)]
-            for each in kept:
+            for count, each in enumerate(kept, 1):
                 each.sendall(head)
                 assert each.recv(9999).startswith(b"HTTP/1.1 200")
+                assert wait_until(lambda count=count: sum(seed._server._open.values()) == count)
             samples.assert_same(mfload.load(seed.url, "numpy", options=options("http")), ARRAYS)
-            assert kept[0].recv(1) == b""  # The one that rested longest.
+            while kept[0].recv(9999):  # The one that rested longest: its answer, and the end.
+                pass
 
     def test_readers_wait_for_their_turn(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """As long as theirs is not over."""
@@ -615,8 +617,9 @@ class TestCertificates:
             samples.assert_same(mfload.load(seed.url, "numpy", options=how), ARRAYS)
             for given in ({}, own(certificates, "stranger"), own(certificates, "old")):
                 how = options("http", **given, ca_file=ca)
-                with pytest.raises(errors.SourceError):
+                with pytest.raises(errors.SourceError) as caught:
                     mfload.load(seed.url, "numpy", options=how)
+                assert given or "cert_file=" in str(caught.value)
             assert wait_until(lambda: connections() == 0)
             assert wait_until(lambda: seed._server.connections == 0)
 

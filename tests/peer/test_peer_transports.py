@@ -136,14 +136,52 @@ def test_cut_against_a_plain_loop() -> None:
     sizes = [3, 1, 4, 2]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
     flat = [(n, at) for n, size in enumerate(sizes) for at in range(size)]
+    spans = Spans(np.array([(100 * n, size) for n, size in enumerate(sizes)]))
     for start in range(11):
         for stop in range(start, 11):
             found = [
                 (n, at) for n, low, high in cut(starts, 10, start, stop) for at in range(low, high)
             ]
             assert found == flat[start:stop]
-    spans = Spans([(100, 3), (200, 1), (300, 4), (400, 2)])
-    assert list(spans.within(2, 9)) == [(0, 102, 1), (1, 200, 1), (2, 300, 4), (3, 400, 1)]
+            where = [(n, 100 * n + at) for n, size in enumerate(sizes) for at in range(size)]
+            assert where[start:stop] == [
+                (n, at)
+                for n, address, nbytes in spans.within(start, stop).tolist()
+                for at in range(address, address + nbytes)
+            ]
+
+
+def test_parts_of_arrays_of_all_sizes() -> None:
+    """Small ones come together, and others by themselves, wherever a range begins and ends."""
+    rng = np.random.default_rng(0)
+    sizes = [*rng.integers(0, 40, 2500), *rng.choice([1, 8191, 8192, 300_000], 120)]
+    arrays, data = [rng.integers(0, 256, size, np.uint8) for size in sizes], Data()
+    for each in arrays:
+        data.add(each)
+    whole = b"".join(arrays)
+    for start, stop in [(0, data.size), *rng.integers(0, data.size, (200, 2)).tolist()]:
+        found = [*data.parts(start, stop)]
+        assert b"".join(found) == whole[start:stop]
+        assert len(found) < 200
+
+
+def test_small_arrays_that_lie_apart_cost_no_calls_each() -> None:
+    """Neither to tell where they lie, nor to find them there, nor to send them."""
+    block, data, calls = np.zeros(20_000, np.uint8), Data(), list[str]()
+    for n in range(0, block.size, 2):
+        data.add(block[n : n + 1])
+
+    def made() -> None:
+        spans = Spans.of(Spans.told(data.runs()), data.size)
+        assert [len(each) for each in (data.spans(), spans.within(1, 9999))] == [10_000, 9998]
+        assert sum(map(len, data.parts(1, 9999))) == 9998
+
+    sys.setprofile(lambda _frame, event, _what: calls.append(event))
+    try:
+        made()
+    finally:
+        sys.setprofile(None)
+    assert len(calls) < 1000
 
 
 @pytest.mark.parametrize(
@@ -151,27 +189,28 @@ def test_cut_against_a_plain_loop() -> None:
     [
         None,
         7,
+        [[1, 10]],
+        "",
         "ab",
-        [[1]],
-        [[1, 2, 3]],
-        [[1, 5]],
-        [[1, 11]],
-        [[0, 10]],
-        [[-1, 10]],
-        [[1 << 60, 10]],
-        [[1.0, 10]],
-        [[True, 10]],
-        [["1", 10]],
-        [[1, 12], [5, -2]],
-        [[1, 10], [5, 0]],
-        {"a": 1},
+        "zz" * 16,
+        "é" * 32,
+        Spans.told([1]),
+        Spans.told([1, 10, 3]),
+        Spans.told([1, 5]),
+        Spans.told([1, 11]),
+        Spans.told([0, 10]),
+        Spans.told([-1, 10]),
+        Spans.told([1 << 60, 10]),
+        Spans.told([[1, 12], [5, -2]]),
+        Spans.told([[1, 10], [5, 0]]),
+        Spans.told([[1, 1 << 55]] * 512 + [[1, 10]]),  # As many in 64 bits.
     ],
 )
 def test_hostile_spans(given: Any) -> None:
-    """Rows of two positive numbers, of as many bytes as the seed has."""
+    """Pairs of positive numbers, of as many bytes as the seed has."""
     with pytest.raises((TypeError, ValueError)):
         Spans.of(given, 10)
-    assert Spans.of([[1, 4], [2, 6]], 10).size == 10
+    assert Spans.of(Spans.told([[1, 4], [2, 6]]), 10).size == 10
 
 
 # What readers send to a transport of a seed
@@ -319,12 +358,12 @@ _HOSTILE: list[Any] = [None, 7, "x", [], {}, {"metadata": 1, "spans": [], "rank"
     "given",
     [
         *_HOSTILE,
-        {"metadata": "QQ==", "spans": [[1, 2]]},
-        {"metadata": "=", "spans": []},
-        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [0, 0]},
-        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [-2]},
-        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [True]},
-        {"metadata": "QQ==", "spans": [[1, 10]], "devices": [[]]},
+        {"metadata": "QQ==", "spans": Spans.told([[1, 2]])},
+        {"metadata": "=", "spans": ""},
+        {"metadata": "QQ==", "spans": Spans.told([[1, 10]]), "devices": [0, 0]},
+        {"metadata": "QQ==", "spans": Spans.told([[1, 10]]), "devices": [-2]},
+        {"metadata": "QQ==", "spans": Spans.told([[1, 10]]), "devices": [True]},
+        {"metadata": "QQ==", "spans": Spans.told([[1, 10]]), "devices": [[]]},
     ],
 )
 def test_hostile_offers_of_nixl(given: Any) -> None:
@@ -336,7 +375,7 @@ def test_hostile_offers_of_nixl(given: Any) -> None:
 @pytest.mark.usefixtures("agents")
 def test_metadata_that_nixl_refuses() -> None:
     """Another transport is taken."""
-    found = nixl.connect({"metadata": "QQ==", "spans": [[1, 10]]}, _remote())
+    found = nixl.connect({"metadata": "QQ==", "spans": Spans.told([[1, 10]])}, _remote())
     assert found == "KeyError: 'A'"
 
 
@@ -345,7 +384,7 @@ def test_nixl_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
     with pytest.raises(errors.FrameworkMissingError, match="nixl-cu13"):
         mfload.publish(ARRAYS, model="m", transports=("nixl",))
-    found = nixl.connect({"metadata": "QQ==", "spans": [[1, 10]]}, _remote())
+    found = nixl.connect({"metadata": "QQ==", "spans": Spans.told([[1, 10]])}, _remote())
     assert found == "the package nixl-cu13 is not installed"
 
 
