@@ -185,7 +185,8 @@ def make_plan(
     reads = (Reads if cut else NoReads)(costs or Costs())
     if isinstance(requests, WholeTensors) and requests and given is None:
         return _in_columns(requests, alignment, layout, reads, tuple(allocations))
-    places: list[Any] = [None] * len(requests)
+    near = {number for number, each in enumerate(allocations) if each.near}
+    rows = _Rows(requests, allocations, given, layout, reads, near, mapped=bool(mapped))
     tensors: dict[tuple[int, int, str], list[int]] = {}
     last, numbers = None, list[int]()
     for number, request in enumerate(requests):
@@ -194,63 +195,95 @@ def make_plan(
             source, start, *_ = info.pieces[0]
             numbers, last = tensors.setdefault((source, start, info.name), []), info
         numbers.append(number)
-    kinds: dict[Any, _Kind] = {}
-    near = {number for number, each in enumerate(allocations) if each.near}
-    # Where all results land, if they do so in one way.
-    alike = HOST if not allocations else allocations[0] if len(set(allocations)) == 1 else None
     for tensor in sorted(tensors, key=_PLACE):
-        (source, start, _), numbers = tensor, tensors[tensor]
-        wanted = list(map(requests.__getitem__, numbers))
+        rows.add(tensor[0], tensor[1], tensors[tensor])
+    blocks = reads.end()
+    buffers = layout.end() if given is None else tuple(specs)
+    places = tuple(rows.places)
+    return Plan(places, buffers, blocks, reads.staged, tuple(allocations), reads.decoding)
+
+
+class _Rows:
+    """Places and reads of requests that are looked at one by one, tensor by tensor."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        allocations: Sequence[Allocation],
+        given: Sequence[tuple[int, int]] | None,
+        layout: Layout,
+        reads: Reads,
+        near: set[int],
+        *,
+        mapped: bool,
+    ) -> None:
+        self._requests, self._allocations, self._given = requests, allocations, given
+        self._layout, self._reads, self._near, self._mapped = layout, reads, near, mapped
+        self.places: list[Any] = [None] * len(requests)
+        self._kinds: dict[Any, _Kind] = {}
+        # Where all results land, if they do so in one way.
+        self._alike = HOST
+        if allocations:
+            self._alike = allocations[0] if len(set(allocations)) == 1 else None
+
+    def add(self, source: int, start: int, numbers: Sequence[int]) -> None:
+        """Takes what is wanted of the tensor that begins there, by the numbers of the requests."""
+        wanted = list(map(self._requests.__getitem__, numbers))
         info, dtype, selection, *_ = wanted[0]
         _, _, nbytes, stored = info.pieces[0]
         plain = selection is None and dtype is info.dtype
         plain = plain and stored is None and len(info.pieces) == len(wanted) == 1
-        kind = None
-        offsets: list[int | None] = [start]
-        lengths: Sequence[int] = (nbytes,)
-        if not plain:
-            kind = _kind(wanted, layout, kinds)
-            numbers = [numbers[n] for n in kind.order]
-            wanted = [requests[number] for number in numbers]
-            offsets = [None if ahead is None else start + ahead for ahead in kind.ahead]
-            lengths = kind.lengths
+        if plain:
+            ((buffer, at),) = self._place(wanted, numbers, (nbytes,), (start,))
+            if nbytes and numbers[0] not in self._near and self._is_read(buffer):
+                self._reads.run(source, start, nbytes, buffer, at)
+            return
+        kind = _kind(wanted, self._layout, self._kinds)
+        numbers = [numbers[n] for n in kind.order]
+        wanted = [self._requests[number] for number in numbers]
+        offsets = [None if ahead is None else start + ahead for ahead in kind.ahead]
         spots, starts = list[tuple[int, int]](), None
-        if given is not None:
-            spots = [given[number] for number in numbers]
-        elif kind is not None and kind.packed is not None and alike is not None:
-            spots = layout.place_packed(kind.packed, source, start, alike)
+        if self._given is None and kind.packed is not None and self._alike is not None:
+            spots = self._layout.place_packed(kind.packed, source, start, self._alike)
             starts = kind.packed.starts if spots else None
-        if not spots:
-            for number, request, nbytes, offset in zip(
-                numbers, wanted, lengths, offsets, strict=True
-            ):
-                where = allocations[number] if allocations else HOST
-                spots.append(layout.place(request, nbytes, offset, where))
-        for number, request, (buffer, at) in zip(numbers, wanted, spots, strict=True):
-            places[number] = _new(Place, (request, buffer, at))
-        if kind is None:
-            buffer, at = spots[0]
-            read = given is not None or layout.specs[buffer].source is None
-            if lengths[0] and read and numbers[0] not in near:
-                reads.run(source, start, lengths[0], buffer, at)
-            continue
+        spots = self._place(wanted, numbers, kind.lengths, offsets, spots)
         number = kind.number
-        if mapped or near or 0 in lengths:
+        if self._mapped or self._near or 0 in kind.lengths:
             # Maps and devices bring some of them, and of others there is nothing to read.
             read = [
                 n
                 for n, (buffer, _) in enumerate(spots)
-                if lengths[n]
-                and (given is not None or layout.specs[buffer].source is None)
-                and numbers[n] not in near
+                if kind.lengths[n] and self._is_read(buffer) and numbers[n] not in self._near
             ]
             wanted, spots = [wanted[n] for n in read], [spots[n] for n in read]
             offsets, number = [offsets[n] for n in read], None
         if wanted:
-            reads.parts(wanted, offsets, spots, number, starts)
-    blocks = reads.end()
-    buffers = layout.end() if given is None else tuple(specs)
-    return Plan(tuple(places), buffers, blocks, reads.staged, tuple(allocations), reads.decoding)
+            self._reads.parts(wanted, offsets, spots, number, starts)
+
+    def _place(
+        self,
+        wanted: Sequence[Request],
+        numbers: Sequence[int],
+        lengths: Sequence[int],
+        offsets: Sequence[int | None],
+        spots: Sequence[tuple[int, int]] = (),
+    ) -> list[tuple[int, int]]:
+        """Where results go: buffer and first byte. Default: laid out one by one."""
+        if self._given is not None:
+            spots = [self._given[number] for number in numbers]
+        elif not spots:
+            each = zip(numbers, wanted, lengths, offsets, strict=True)
+            where = self._allocations
+            spots = [
+                self._layout.place(request, nbytes, offset, where[number] if where else HOST)
+                for number, request, nbytes, offset in each
+            ]
+        for number, request, (buffer, at) in zip(numbers, wanted, spots, strict=True):
+            self.places[number] = _new(Place, (request, buffer, at))
+        return list(spots)
+
+    def _is_read(self, buffer: int) -> bool:
+        return self._given is not None or self._layout.specs[buffer].source is None
 
 
 class _Kind(NamedTuple):
