@@ -31,7 +31,7 @@ from mfload.io.subprocess_probe import ask
 from mfload.report import human
 from mfload.sources.local import LocalFile
 
-ENGINES = ("io_uring", "aio", "threads")
+ENGINES = ("io_uring", "threads")
 BLOCKS = tuple(4096 << n for n in range(9))
 DEPTHS = tuple(1 << n for n in range(8))
 _QUICK = BLOCKS[::2], (1, 8, 32, 128)
