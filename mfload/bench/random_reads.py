@@ -63,7 +63,6 @@ def bench(
         DeviceError: This is not Linux.
         TargetError: The scratch file can't be written.
     """
-    machine.check_linux()
     for engine in engines:
         errors.check_choice("engine", engine, ENGINES)
     place = folder or paths[0]
