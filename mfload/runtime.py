@@ -6,6 +6,7 @@ import collections
 import functools
 import gc
 import os
+import sys
 import time
 from _thread import TIMEOUT_MAX
 from collections.abc import Callable, Generator
@@ -15,6 +16,9 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mfload import errors
+
+if sys.platform != "linux":
+    raise ImportError(f"mfload runs on Linux alone, not on {sys.platform}")
 
 T = TypeVar("T")
 
@@ -193,9 +197,7 @@ if hasattr(os, "register_at_fork"):
 
 def cores() -> int:
     """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 _beside = 1
@@ -228,15 +230,9 @@ Usage = tuple[float, float, int]
 def usage(*, thread: bool = False) -> Usage:
     """What this process used so far.
 
-    `thread`: of this thread alone, where the system counts by threads.
+    `thread`: of this thread alone.
     """
-    try:
-        import resource  # Not on Windows.
-    except ImportError:
-        times = os.times()
-        return times.user, times.system, 0
-    who = resource.RUSAGE_SELF
-    if thread:
-        who = getattr(resource, "RUSAGE_THREAD", who)
-    used = resource.getrusage(who)
+    import resource
+
+    used = resource.getrusage(resource.RUSAGE_THREAD if thread else resource.RUSAGE_SELF)
     return used.ru_utime, used.ru_stime, used.ru_minflt + used.ru_majflt

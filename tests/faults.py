@@ -35,6 +35,11 @@ def no_links(code: int = errno.EPERM) -> Iterator[None]:
         yield
 
 
+def no_locks(fd: int, how: int) -> None:
+    """In the place of `fcntl.flock`: a file system without locks."""
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
 MODES: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "plain": nullcontext,
     "no-tmpfile": no_tmpfile,

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from mfload import errors
 from mfload.bench.ceilings import MIB, Extent, Pattern, paths_of, read
 from mfload.diagnostics import host
 from mfload.io import probes
@@ -78,13 +77,6 @@ def _drop(paths: Sequence[str]) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             except OSError as error:
                 raise UnfitError(f"the system does not drop pages: {error.strerror}") from error
-
-
-def check_linux() -> None:
-    """Raises DeviceError anywhere else."""
-    if not sys.platform.startswith("linux"):
-        message = "mfload bench needs Linux: no other system says what it caches"
-        raise errors.DeviceError(message, found=sys.platform)
 
 
 def facts(file: str) -> dict[str, str]:

@@ -68,7 +68,6 @@ def bench(
     Raises:
         UsageError: An argument is invalid, or there is nothing to measure.
     """
-    machine.check_linux()
     for engine in engines:
         Options(engine=engine, threads=threads, timeout=timeout)  # Validates them.
     if rounds < 1:

@@ -31,7 +31,7 @@ from mfload.io.subprocess_probe import ask
 from mfload.report import human
 from mfload.sources.local import LocalFile
 
-ENGINES = ("io_uring", "aio", "threads")
+ENGINES = ("io_uring", "threads")
 BLOCKS = tuple(4096 << n for n in range(9))
 DEPTHS = tuple(1 << n for n in range(8))
 _QUICK = BLOCKS[::2], (1, 8, 32, 128)
@@ -63,7 +63,6 @@ def bench(
         DeviceError: This is not Linux.
         TargetError: The scratch file can't be written.
     """
-    machine.check_linux()
     for engine in engines:
         errors.check_choice("engine", engine, ENGINES)
     place = folder or paths[0]

@@ -31,8 +31,8 @@ Engines = Annotated[
     str,
     option(
         "NAMES",
-        "With commas: auto, pread, direct, mmap; with --random io_uring, aio, threads, or auto "
-        "for all of these.",
+        "With commas: auto, pread, direct, mmap; with --random io_uring, threads, or auto for "
+        "both.",
     ),
 ]
 Rounds = Annotated[int | None, option("N", "Rounds of each case. Default: 5, or 2 with --quick.")]

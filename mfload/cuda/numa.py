@@ -30,7 +30,7 @@ def cpus(
         return None
     if allowed is None:
         try:
-            allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else there
+            allowed = os.sched_getaffinity(0)
         except OSError:
             return None
     return there & frozenset(allowed) or None
@@ -64,7 +64,7 @@ def bound(to: Collection[int] | None) -> Generator[None]:
     If the system refuses, the thread goes on unbound: being near is a matter of speed.
     """
     before: Collection[int] = ()
-    if to and hasattr(os, "sched_setaffinity"):
+    if to:
         try:
             before = os.sched_getaffinity(0)
             os.sched_setaffinity(0, to)

@@ -6,7 +6,6 @@ import os
 import platform
 import re
 import resource
-import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,9 +28,7 @@ def look(root: Path) -> Iterator[Finding]:
     release = platform.release()
     numbers = tuple(int(n) for n in release.split("-")[0].split(".")[:2] if n.isdigit())
     advice = ""
-    if not sys.platform.startswith("linux"):
-        advice = "not tested here: plain reads, no O_DIRECT"
-    elif numbers < (6, 5):
+    if numbers < (6, 5):
         advice = "cachestat(2) came with Linux 6.5: without it mfload can't see what is cached"
     model = re.search(r"^model name\s*: (.+)$", text(root, "proc/cpuinfo"), re.MULTILINE)
     where = " in a virtual machine" if virtual(root) else ""

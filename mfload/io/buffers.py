@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import functools
 import mmap
 import os
-import sys
 import weakref
 from _thread import RLock  # That of `threading`, which small loads do not import.
 from collections.abc import Callable, Sequence
@@ -40,8 +38,7 @@ class ByteCounter:
     def __init__(self) -> None:
         self.live = self.peak = 0
         self.renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.renew)
+        os.register_at_fork(after_in_child=self.renew)
 
     def renew(self) -> None:
         """Makes the lock anew: a fork may have copied it while another thread held it."""
@@ -88,17 +85,14 @@ class _Map:
         # The kernel gives no promise of alignment below some versions: ask for room to cut.
         room = length + HUGE if length >= HUGE else length
         try:
-            if sys.platform == "win32":
-                self._map = mmap.mmap(-1, room)
-            else:
-                self._map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except (OSError, ValueError, OverflowError, MemoryError) as error:
             raise errors.MemoryLimitError(
                 "the system refused memory", expected=errors.amount(nbytes), found=str(error)
             ) from error
         address = np.frombuffer(self._map, np.uint8, 1).ctypes.data
         start = -(address + lead) % HUGE if length >= HUGE else 0
-        if length >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        if length >= HUGE:
             # A kernel without transparent huge pages is slower, not wrong.
             with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE, start, room - start)
@@ -161,7 +155,7 @@ class WorkerSlot:
         return self._held
 
 
-IOV_MAX = max(16, os.sysconf("SC_IOV_MAX") if hasattr(os, "sysconf") else 16)
+IOV_MAX = max(16, os.sysconf("SC_IOV_MAX"))
 """Buffers that one vectored call takes: 1024 on Linux; POSIX promises 16."""
 
 POPULATE_READ = 22  # Linux 5.14 and newer.
@@ -175,10 +169,8 @@ _MOST_ASKED, _MOST_MAPS = 8192, 32768
 
 
 @functools.cache
-def libc() -> ctypes.CDLL | None:
-    """The C library of Linux; None on another system."""
-    if not sys.platform.startswith("linux"):
-        return None
+def libc() -> ctypes.CDLL:
+    """The C library."""
     found, size = ctypes.CDLL(None, use_errno=True), ctypes.c_size_t
     found.madvise.argtypes = [ctypes.c_void_p, size, ctypes.c_int]
     found.mincore.argtypes = [ctypes.c_void_p, size, ctypes.c_char_p]
@@ -193,25 +185,19 @@ def madvise(address: int, nbytes: int, advice: int) -> None:
     Python's own call keeps the interpreter lock, so reading a cold file into a map would stop every
     thread.
     """
-    system = libc()
-    if system is None:
-        raise OSError(errno.EINVAL, "no madvise on this system")
-    if system.madvise(address, nbytes, advice) != 0:
+    if libc().madvise(address, nbytes, advice) != 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 
 
 @functools.cache
-def copier() -> Callable[[int, Any], bool] | None:
+def copier() -> Callable[[int, Any], bool]:
     """What has the kernel copy ranges of this process's memory to an address, one after the other.
 
     Called with the address and an array of uintp[ranges, (address, bytes)], at most `IOV_MAX`;
-    whether all were copied: a page that can't be had is no signal. None if the system has no
-    such call.
+    whether all were copied: a page that can't be had is no signal.
     """
-    call: Any = getattr(libc(), "process_vm_readv", None)
-    if call is None:
-        return None
+    call: Any = libc().process_vm_readv
     pointer, number = ctypes.c_void_p, ctypes.c_ulong
     call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
     call.restype = ctypes.c_ssize_t
@@ -231,12 +217,12 @@ def populate(memory: Any) -> None:
     Memory whose last page is there is left alone: most likely it was used before, as a heap's is.
     Of shared memory, a page is there once any process made it.
     """
-    address, system = memory.ctypes.data, libc()
+    address = memory.ctypes.data
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (address + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
-    if whole > 0 and system is not None:
+    if whole > 0:
         there = ctypes.create_string_buffer(1)
-        system.mincore(start + whole - mmap.PAGESIZE, mmap.PAGESIZE, there)
+        libc().mincore(start + whole - mmap.PAGESIZE, mmap.PAGESIZE, there)
         if there.raw == b"\0":
             with contextlib.suppress(OSError):  # Older kernels fault.
                 madvise(start, whole, _POPULATE_WRITE)

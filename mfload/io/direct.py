@@ -90,7 +90,7 @@ class DirectReader(PreadReader):
     def _take_rows(self, block: Block, rows: Rows, memory: Any) -> None:
         """Reads rows through the page cache, side by side, and takes their pages out of it."""
         super()._take_rows(block, rows, memory)
-        if self._direct is None or not hasattr(os, "posix_fadvise"):
+        if self._direct is None:
             return
         for n in rows.numbers:
             start = block.offset + n * rows.stride
@@ -132,7 +132,7 @@ class DirectReader(PreadReader):
 
     def _advise(self, advice: str) -> None:
         if self._trial is None:  # Or other readers share the descriptor, and its reading ahead.
-            with suppress(OSError, AttributeError):
+            with suppress(OSError):
                 os.posix_fadvise(self._file.fd, 0, 0, getattr(os, advice))
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 What stays on the disk until it is needed is read in pieces of a few KiB. To keep a disk busy, many
 of them have to be under way; a thread for each costs several times what the read does. So the
-kernel is given all of them in one call, by io_uring or Linux AIO.
+kernel is given all of them in one call, by io_uring.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
 from mfload import errors
 from mfload.io import route, threads
+from mfload.io.uring import Uring
 from mfload.runtime import NamedTuple, share_of_cores
 from mfload.sources.base import ClosedAtEnd, Handle, Source
 
-Engine = Literal["auto", "io_uring", "aio", "threads"]
+Engine = Literal["auto", "io_uring", "threads"]
 
 DEPTH = 128
 """Reads under way at once."""
@@ -78,37 +79,12 @@ class Reads(NamedTuple):
         return Reads(self.source[number], self.offset[number] + at, address, nbytes[:, None], least)
 
 
-class Ring(Protocol):
-    """The kernel's interface for many reads, used by one thread at a time.
-
-    Attributes:
-        depth: Reads under way, at most.
-    """
-
-    depth: int
-
-    def submit(self, fds: Any, offsets: Any, vectors: Any, parts: int, first: int) -> None:
-        """Begins reads, numbered from `first` on, into the `parts` iovecs at an address each."""
-        ...
-
-    def wait(self, least: int) -> tuple[Any, Any]:
-        """Numbers and results of what has ended, at least so many; a result is bytes, or -errno."""
-        ...
-
-    def close(self) -> None:
-        """Ends it, once nothing is under way; in a fork it leaves the parent's alone.
-
-        When the interpreter ends and modules have gone, it does nothing.
-        """
-        ...
-
-
 class Gather(ClosedAtEnd):
     """Reads of some sources; many threads may use it at once. Made by `open_gather`.
 
     Attributes:
         sources: What it reads.
-        name: "io_uring", "aio" or "threads".
+        name: "io_uring" or "threads".
         why: Why it is this one, for people.
         unit: What offsets, addresses and lengths must be multiples of: 1, unless O_DIRECT is used.
         direct: Whether it is.
@@ -122,7 +98,7 @@ class Gather(ClosedAtEnd):
         name: str,
         why: str,
         unit: int,
-        make: Callable[[], Ring] | None,
+        make: Callable[[], Uring] | None,
         depth: int = DEPTH,
         count: int | None = None,
     ) -> None:
@@ -131,7 +107,7 @@ class Gather(ClosedAtEnd):
         self._count = count
         self.sources, self._handles, self._make = sources, list(handles), make
         self._fds = np.array([each.fd for each in handles], np.int32)
-        self._idle: deque[Ring] = deque()
+        self._idle: deque[Uring] = deque()
         self._crew, self._process = threads.Crew(), os.getpid()
         self._lock, self._active, self._closed = threading.Lock(), 0, False
         self._stopped = False
@@ -174,7 +150,7 @@ class Gather(ClosedAtEnd):
         if self._stopped:
             raise errors.UsageError("it was stopped")
 
-    def _by_ring(self, reads: Reads, make: Callable[[], Ring]) -> None:
+    def _by_ring(self, reads: Reads, make: Callable[[], Uring]) -> None:
         try:
             try:
                 ring = self._idle.pop()
@@ -255,7 +231,7 @@ class Gather(ClosedAtEnd):
             self._handles.pop().close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_closed") and os:  # See `Ring.close`.
+        if hasattr(self, "_closed") and os:  # See `Uring.close`.
             self._release()
 
 
@@ -266,7 +242,7 @@ def _vector(reads: Reads, n: int) -> list[memoryview]:
     return [memoryview(part).cast("B") for part in parts]
 
 
-def _drive(ring: Ring, fds: Any, reads: Reads, check: Callable[[], object] = bool) -> Any:
+def _drive(ring: Uring, fds: Any, reads: Reads, check: Callable[[], object] = bool) -> Any:
     """Keeps a ring full until all reads are at their end; returns the result of each.
 
     `check` is called before more are begun, and may raise.
@@ -305,7 +281,7 @@ def open_gather(
 
     Args:
         nbytes: Bytes that will be read of each. Default: all.
-        engine: Default: io_uring where the kernel allows it, else AIO, else threads.
+        engine: Default: io_uring where the kernel allows it, else threads.
         files: As `Options.engine`: "direct" for O_DIRECT, "pread" for the page cache, "auto" by
             what the page cache holds.
         page_cache: As `Options.page_cache`.
@@ -339,10 +315,10 @@ def open_gather(
         if not direct:
             handles.extend(source.open() for source in sources)
 
-        def works(make: Callable[[], Ring]) -> str | None:
+        def works(make: Callable[[], Uring]) -> str | None:
             return _try(handles, sizes, unit, lambda fd, view: _try_ring(make(), fd, view))
 
-        name, make = _choose(engine, local, direct, depth, works, against)
+        name, make = _choose(engine, local, depth, works, against)
     except BaseException:
         _close(handles)
         raise
@@ -376,7 +352,7 @@ def _try(
     return None
 
 
-def _try_ring(ring: Ring, fd: int, view: memoryview) -> int:
+def _try_ring(ring: Uring, fd: int, view: memoryview) -> int:
     try:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
         reads = Reads.of(0, [0], [address], view.nbytes)
@@ -391,45 +367,21 @@ def _try_ring(ring: Ring, fd: int, view: memoryview) -> int:
 def _choose(
     engine: Engine,
     local: bool,
-    direct: bool,
     depth: int,
-    works: Callable[[Callable[[], Ring]], str | None],
+    works: Callable[[Callable[[], Uring]], str | None],
     against: list[str],
-) -> tuple[str, Callable[[], Ring] | None]:
+) -> tuple[str, Callable[[], Uring] | None]:
     """An engine and what makes its rings; adds why it is no better one."""
-    for name in ("io_uring", "aio") if engine == "auto" else (engine,):
-        if name == "threads":
-            return name, None
-        if name not in ("io_uring", "aio"):
-            expected = "auto, io_uring, aio or threads"
-            raise errors.UsageError("no such gather engine", expected=expected, found=repr(name))
-        problem = _problem(name, local, direct)
-        if problem is None:
-            make = _maker(name, depth)
-            problem = works(make)
-            if problem is None:
-                return name, make
-        against.append(f"no {name}: {problem}")
+    if engine == "threads":
+        return engine, None
+    if engine not in ("auto", "io_uring"):
+        expected = "auto, io_uring or threads"
+        raise errors.UsageError("no such gather engine", expected=expected, found=repr(engine))
+    make = partial(Uring, depth)
+    problem = works(make) if local else "some sources are no local files"
+    if problem is None:
+        return "io_uring", make
     if engine != "auto":
-        raise errors.UsageError(f"{engine} does not work here", found=against[0])
+        raise errors.UsageError(f"{engine} does not work here", found=f"no {engine}: {problem}")
+    against.append(f"no io_uring: {problem}")
     return "threads", None
-
-
-def _problem(name: str, local: bool, direct: bool) -> str | None:
-    if not sys.platform.startswith("linux"):
-        return "it is a part of Linux"
-    if not local:
-        return "some sources are no local files"
-    if name == "aio" and not direct:
-        return "it reads the page cache one read after the other"
-    return None
-
-
-def _maker(name: str, depth: int) -> Callable[[], Ring]:
-    if name == "io_uring":
-        from mfload.io.uring import Uring
-
-        return lambda: Uring(depth)
-    from mfload.io.aio import Aio
-
-    return lambda: Aio(depth)

@@ -69,16 +69,12 @@ def map_file(
     file is shorter than its header said, ReadError if the device failed, and MemoryLimitError if
     the system has no room for the map.
     """
-    length, libc = source.size if nbytes is None else nbytes, buffers.libc()
+    length = source.size if nbytes is None else nbytes
     with source.open() as opened:
         if (size := os.fstat(opened.fd).st_size) < begin + length:
             raise shrunk(source.name, begin + length, size)
         try:
-            if libc is None:
-                how: Any = {"access": mmap.ACCESS_COPY, "offset": begin}
-                array = np.frombuffer(mmap.mmap(opened.fd, length, **how), np.uint8)
-            else:
-                array = np.asarray(_Map(libc, opened.fd, begin, length))
+            array = np.asarray(_Map(buffers.libc(), opened.fd, begin, length))
         except (OSError, ValueError) as error:
             raise errors.MemoryLimitError(
                 "the file could not be mapped", file=source.name, found=str(error)
@@ -99,8 +95,6 @@ def take_rows(source: Source, starts: Any, rows: Any) -> bool:
     """
     copy, nbytes, first = buffers.copier(), rows.shape[1], int(starts.min())
     try:
-        if copy is None:
-            return False
         file, at = map_range(source, first, int(starts.max()) + nbytes - first, cold=False)
     except errors.MfloadError:  # No room for a map, or the file is shorter: the read says so.
         return False

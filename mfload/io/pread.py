@@ -115,7 +115,7 @@ class PreadReader:
             if self._maps:
                 return
         starts = [block.offset + n * rows.stride for n in rows.numbers]
-        if self._cold and hasattr(os, "posix_fadvise"):
+        if self._cold:
             for start in starts:  # The disk reads them side by side.
                 os.posix_fadvise(self._file.fd, start, nbytes, os.POSIX_FADV_WILLNEED)
         for k, start in enumerate(starts):
@@ -135,10 +135,9 @@ def read_ahead(sources: Sequence[Source]) -> list[Source]:
     began = [source for source in sources if not getattr(source, "keeps", False)]
     for source in sources:
         source.keep(True)
-        if hasattr(os, "posix_fadvise"):
-            # Of very many files this one may not be kept.
-            with source.open() as opened, suppress(OSError):
-                os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+        # Of very many files this one may not be kept.
+        with source.open() as opened, suppress(OSError):
+            os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return began
 
 
@@ -152,10 +151,9 @@ def prefetch(sources: Mapping[int, Source], blocks: Iterable[Block]) -> None:
 
 def fetch(fd: int, starts: range) -> None:
     """Has the kernel fetch `FETCHED` bytes of an open file from each start on; waits for none."""
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            for start in starts:
-                os.posix_fadvise(fd, start, FETCHED, os.POSIX_FADV_WILLNEED)
+    with suppress(OSError):
+        for start in starts:
+            os.posix_fadvise(fd, start, FETCHED, os.POSIX_FADV_WILLNEED)
 
 
 def place(landed: Any, origin: int, block: Block, memory: list[Any]) -> None:

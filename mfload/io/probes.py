@@ -7,7 +7,6 @@ import functools
 import os
 import platform
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +20,7 @@ _AT_EMPTY_PATH = 0x1000
 
 
 @functools.cache
-def _syscall() -> ctypes._NamedFuncPointer | None:  # pyright: ignore[reportPrivateUsage]
-    if not sys.platform.startswith("linux"):
-        return None
+def _syscall() -> ctypes._NamedFuncPointer:  # pyright: ignore[reportPrivateUsage]
     function = ctypes.CDLL(None, use_errno=True).syscall
     function.restype = ctypes.c_long
     return function
@@ -36,7 +33,7 @@ def cached_share(fd: int, nbytes: int, start: int = 0) -> float | None:
     `cachestat(2)` looks without touching; a read with RWF_NOWAIT would start read-ahead.
     """
     call = _syscall()
-    if call is None or nbytes == 0:
+    if nbytes == 0:
         return None
     page, length, samples = os.sysconf("SC_PAGE_SIZE"), nbytes, 1
     if nbytes > _SAMPLES * _SAMPLE:
@@ -58,10 +55,8 @@ def direct_alignment(fd: int) -> tuple[int, int] | None:
 
     If kernel or file system do not say, (4096, 4096), which every disk takes.
     """
-    if not hasattr(os, "O_DIRECT"):
-        return None
     call, number = _syscall(), _STATX.get(platform.machine())
-    if call is None or number is None:
+    if number is None:
         return 4096, 4096
     # struct statx is 256 bytes; stx_mask opens it, stx_dio_mem_align and
     # stx_dio_offset_align are the two u32 at byte 152 (linux/stat.h).
@@ -164,10 +159,8 @@ def process_limits(root: Path | str = "/") -> list[MemoryLimit]:
 
     `root` is where `proc` is.
     """
-    try:
-        import resource  # Not on Windows.
-    except ImportError:
-        return []
+    import resource
+
     found: list[MemoryLimit] = []
     for name, key in (("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")):
         limit, _ = resource.getrlimit(getattr(resource, name))

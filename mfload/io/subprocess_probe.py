@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 _BOOT = """
 import ctypes, os, runpy, signal, sys
 parent, module = int(sys.argv[1]), sys.argv[2]
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        raise SystemExit("the parent has gone")
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+if os.getppid() != parent:
+    raise SystemExit("the parent has gone")
 sys.argv[:] = sys.argv[2:]
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """

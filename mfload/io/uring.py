@@ -50,7 +50,11 @@ def _call(*arguments: Any) -> int:
 
 
 class Uring:
-    """A ring of the kernel's (see `gather.Ring`); raises OSError if it is not to be had."""
+    """A ring of the kernel's, used by one thread at a time; raises OSError if there is none.
+
+    Attributes:
+        depth: Reads under way, at most.
+    """
 
     def __init__(self, depth: int) -> None:
         params = _PARAMS()
@@ -93,7 +97,10 @@ class Uring:
         return (int(self._words[last]) - int(self._words[first])) & _ALL
 
     def submit(self, fds: Any, offsets: Any, vectors: Any, parts: int, first: int) -> None:
-        """Puts requests into the ring (see `Ring`); `wait` hands them to the kernel."""
+        """Puts reads into the ring, numbered from `first` on; `wait` hands them to the kernel.
+
+        Each is into the `parts` iovecs at an address of `vectors`.
+        """
         _, tail = self._begun
         count, at = len(fds), int(self._words[tail])
         requests = np.zeros(count, _REQUEST)
@@ -105,7 +112,7 @@ class Uring:
         self._words[tail] = (at + count) & _ALL
 
     def wait(self, least: int) -> tuple[Any, Any]:
-        """Numbers and results of what has ended (see `Ring`)."""
+        """Numbers and results of what has ended, at least so many; a result is bytes, or -errno."""
         head, tail = self._ended
         while (waiting := self._between(*self._begun)) or self._between(head, tail) < least:
             try:
@@ -125,7 +132,10 @@ class Uring:
         return ended["number"].astype(np.int64), ended["result"]
 
     def close(self) -> None:
-        """Ends it (see `Ring`)."""
+        """Ends it, once nothing is under way; in a fork it leaves the parent's alone.
+
+        When the interpreter ends and modules have gone, it does nothing.
+        """
         if not os:
             return
         # Each request that was put in comes out as one completion.

@@ -26,7 +26,7 @@ class Curve:
         points: As `mfload bench --random` lists them: `engine`, `block` in bytes, `depth` and
             `gb_per_s`, 10⁹ bytes a second.
         engine: Whose points count. Default, and if it has none: of those that have points, the one
-            that `mfload` prefers: io_uring, aio, then threads.
+            that `mfload` prefers: io_uring, then threads.
 
     Attributes:
         engine: The engine.
@@ -47,7 +47,7 @@ class Curve:
             found = f"{len(points)} points" if points else "no points"
             raise errors.UsageError("not a curve of random reads", expected=_EXPECTED, found=found)
         there = sorted({name for name, _, _ in cells})
-        liked = [each for each in (engine, "io_uring", "aio", "threads") if each in there]
+        liked = [each for each in (engine, "io_uring", "threads") if each in there]
         self.engine: str = [*filter(None, liked), *there][0]
         own = {key[1:]: speed for key, speed in cells.items() if key[0] == self.engine}
         self._blocks, self._depths = (np.unique([key[n] for key in own]) for n in (0, 1))

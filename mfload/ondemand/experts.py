@@ -104,7 +104,7 @@ class ExpertCache(ClosedAtEnd):
             keys of the first layer come first.
         options: How files are opened and read: `engine` ("auto", "pread" or "direct"),
             `page_cache`, `threads`, and `timeout`, which opening has, and each request.
-        gather: What reads: "auto", "io_uring", "aio" or "threads".
+        gather: What reads: "auto", "io_uring" or "threads".
         wait: Seconds to wait for slots that are pinned.
 
     Attributes:
@@ -133,7 +133,7 @@ class ExpertCache(ClosedAtEnd):
         policy: str | Callable[[int, int], Lru] = "lru",
         *,
         options: Options | None = None,
-        gather: Literal["auto", "io_uring", "aio", "threads"] = "auto",
+        gather: Literal["auto", "io_uring", "threads"] = "auto",
         wait: float = 10.0,
     ) -> None:
         limit, match = byte_count("budget", budget, 1), _Pattern(pattern)

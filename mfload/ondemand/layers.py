@@ -58,7 +58,7 @@ class LayerStream(ClosedAtEnd):
             embeddings and head. What is neither resident nor of a layer is not read.
         options: How files are opened and read: `engine` ("auto", "pread" or "direct"),
             `page_cache`, `threads`, and `timeout`, which opening has, and each request.
-        gather: What reads: "auto", "io_uring", "aio" or "threads".
+        gather: What reads: "auto", "io_uring" or "threads".
         wait: Seconds to wait for a slot, such as for a computation that still runs.
 
     Attributes:
@@ -86,7 +86,7 @@ class LayerStream(ClosedAtEnd):
         *,
         resident: str | re.Pattern[str] | None = None,
         options: Options | None = None,
-        gather: Literal["auto", "io_uring", "aio", "threads"] = "auto",
+        gather: Literal["auto", "io_uring", "threads"] = "auto",
         wait: float = 10.0,
     ) -> None:
         limit = None if budget is None else byte_count("budget", budget, 1)

@@ -144,7 +144,7 @@ class NeuronCache(ClosedAtEnd):
             bundles.
         options: How files are opened and read: `engine` ("auto", "pread" or "direct"),
             `page_cache`, `threads`, and `timeout`, which opening has, and each request.
-        gather: What reads: "auto", "io_uring", "aio" or "threads".
+        gather: What reads: "auto", "io_uring" or "threads".
         wait: Seconds to wait for rows that are pinned.
 
     Attributes:
@@ -173,7 +173,7 @@ class NeuronCache(ClosedAtEnd):
         *,
         resident: str | re.Pattern[str] | None = None,
         options: Options | None = None,
-        gather: Literal["auto", "io_uring", "aio", "threads"] = "auto",
+        gather: Literal["auto", "io_uring", "threads"] = "auto",
         wait: float = 10.0,
     ) -> None:
         wait = checked_wait(wait)

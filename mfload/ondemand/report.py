@@ -25,7 +25,7 @@ class OndemandReport(Printable):
             allocated when the cache was made.
         budget_bytes: What it was allowed.
         wait_seconds: Seconds that requests waited for reads and for slots, of all threads.
-        engine: What reads: "io_uring", "aio" or "threads".
+        engine: What reads: "io_uring" or "threads".
         why: Why that one.
     """
 

@@ -72,7 +72,7 @@ class Store(ClosedAtEnd):
         framework: As for `mfload.load`; its arrays lie in host memory.
         options: `engine` ("auto", "pread" or "direct"), `page_cache`, `threads`, `timeout` and
             what opening takes; the timeout is for opening, and for each request.
-        gather: What reads: "auto", "io_uring", "aio" or "threads".
+        gather: What reads: "auto", "io_uring" or "threads".
 
     Attributes:
         tensors: What the checkpoint says of each, in file order.

@@ -119,7 +119,7 @@ def offer(data: Data, generation: int) -> Offer | None:
     except errors.DeviceError as error:
         what = "CUDA can't share the memory: that of its pools, or of expandable segments"
         raise errors.UsageError(what, expected="cudaMalloc", found=str(error)) from error
-    if not handles or not hasattr(socket, "SO_PEERCRED"):
+    if not handles:
         return None
     lender = _Lender(data, json.dumps(rows).encode())
     return Offer({"host": here(), "socket": lender.name}, lender.close)
@@ -245,8 +245,6 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
         raise errors.HeaderError(what, file=remote.name)
     if given.get("host") != here():
         return "the seed runs on another machine"
-    if not hasattr(socket, "SO_PEERCRED"):
-        return "the system does not tell whose process a seed is"
     lease, count = _Lease(), sum(len(each.fragments) for each in remote.manifest.entries)
     try:
         told = _received(lease.connection, name, remote.stalled, _ROW * (1 + count))

@@ -32,7 +32,7 @@ _CREDENTIALS = struct.Struct("3i")
 def offer(data: Data, generation: int) -> Offer | None:
     """Listens on a Unix socket without a name in the file system."""
     del generation
-    if not hasattr(os, "memfd_create") or not hasattr(socket, "send_fds"):
+    if not hasattr(os, "memfd_create"):
         return None
     name, listener = listening()
     giver = _Giver(data, listener)
@@ -143,8 +143,6 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
     if not is_socket(name):
         what = "the seed's manifest is malformed: what it says of its socket"
         raise errors.HeaderError(what, file=remote.name)
-    if not hasattr(socket, "recv_fds"):
-        return "the system hands over no descriptors"
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.settimeout(remote.stalled)

@@ -65,8 +65,8 @@ class Attributes(NamedTuple):
             mode = mode & 0o700 | both << 3 | both
         for name, value in others.items():
             _granted(os.setxattr, fd, name, value)
-        if hasattr(os, "fchmod"):  # Some file systems have the same permissions for all files.
-            _granted(os.fchmod, fd, mode)
+        # Some file systems have the same permissions for all files.
+        _granted(os.fchmod, fd, mode)
         if made.st_uid != self.owner:  # Last: after it, the caller may not change the file.
             _granted(os.fchown, fd, self.owner, -1)
 
@@ -74,14 +74,13 @@ class Attributes(NamedTuple):
 def _extended(file: str | int) -> dict[str, bytes]:
     """The access control list of a file, its label of SELinux, the user's extended attributes."""
     found: dict[str, bytes] = {}
-    if hasattr(os, "listxattr"):
-        names = list[str]()
+    names = list[str]()
+    with contextlib.suppress(OSError):
+        listed = os.listxattr(file)
+        names = [n for n in listed if n in (_ACL, _LABEL) or n.startswith("user.")]
+    for name in names:
         with contextlib.suppress(OSError):
-            listed = os.listxattr(file)
-            names = [n for n in listed if n in (_ACL, _LABEL) or n.startswith("user.")]
-        for name in names:
-            with contextlib.suppress(OSError):
-                found[name] = os.getxattr(file, name)
+            found[name] = os.getxattr(file, name)
     return found
 
 

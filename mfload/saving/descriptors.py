@@ -15,7 +15,7 @@ def opened(path: str, flags: int, mode: int = 0o777) -> FileIO:
 
     A lock lasts as long as any process has the file open.
     """
-    flags |= getattr(os, "O_CLOEXEC", 0)
+    flags |= os.O_CLOEXEC
     # One chain of calls in C: an interrupt between two lines of Python would lose the descriptor.
     # A FileIO is also closed in C; an interrupt in a `__del__` would be ignored.
     file = next(map(FileIO, map(os.open, (path,), (flags,), (mode,)), ("r+",)))

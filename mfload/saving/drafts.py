@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import os
 import stat
 import threading
@@ -35,16 +36,10 @@ from mfload.sources.local import LocalFile, OpenFile
 if TYPE_CHECKING:
     from mfload.io.buffers import Bytes
 
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
-
 BLOCK = 4 << 20
 """Bytes of a good write: a slot that stays in the processor's cache until the disk has it."""
 
-_DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # Smaller files and pieces are over sooner than O_DIRECT pays.
 _DIRECT_FROM = 1 << 20
 _PIECE_FROM = 64 << 10
@@ -114,12 +109,12 @@ class Draft:
         return number(self._past_cache)
 
     def _create(self) -> None:
-        flags = os.O_RDWR | getattr(os, "O_BINARY", 0)
+        flags = os.O_RDWR
         # 0600 until it gets the old file's permissions: a private file must not be readable before.
         wanted = 0o666 if self._like is None else 0o600
         if self.lasting:
             self._reopen(flags)
-        elif hasattr(os, "O_TMPFILE"):
+        else:
             try:
                 folder = os.path.dirname(self.hidden)
                 self._file = opened(folder, flags | os.O_TMPFILE, wanted)
@@ -139,7 +134,7 @@ class Draft:
     def _reopen(self, flags: int) -> None:
         """Opens what an earlier writer left, unless it has another name too, or another size."""
         try:
-            self._file = opened(self.hidden, flags | getattr(os, "O_NOFOLLOW", 0))
+            self._file = opened(self.hidden, flags | os.O_NOFOLLOW)
             if can_go_on(os.fstat(self._fd), self.size):
                 self.named = self.resumed = True
                 return
@@ -169,9 +164,8 @@ class Draft:
         Its lock ends, which keeps other descriptors out on SMB; that of the target is held.
         """
         unlock(self._fd)
-        if hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         return _DraftSource(self.path)
 
     def _open_direct(self) -> bool:
@@ -359,8 +353,7 @@ def can_go_on(found: os.stat_result, size: int) -> bool:
 
 def is_ours(found: os.stat_result) -> bool:
     """Whether it is a regular file of this user; another's may hold anything, and still change."""
-    user = os.geteuid() if hasattr(os, "geteuid") else found.st_uid
-    return stat.S_ISREG(found.st_mode) and found.st_uid == user
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 class _DraftSource(LocalFile):
@@ -374,7 +367,7 @@ class _OpenDraft(OpenFile):
     def __init__(self, source: LocalFile, flags: int) -> None:
         self.name = source.name
         try:
-            self._file = opened(source.name, os.O_RDONLY | getattr(os, "O_BINARY", 0) | flags)
+            self._file = opened(source.name, os.O_RDONLY | flags)
         except OSError as error:
             raise errors.from_os(error, source.name, "open") from error
         self.fd = self._file.fileno()
@@ -387,7 +380,7 @@ def allocate_file(fd: int, nbytes: int) -> None:
     """Gives an empty file its size, and the room for it if the file system can promise that."""
     # The system call itself: the C library's posix_fallocate writes to every block where a file
     # system can't, which takes as long as the data will.
-    while (code := _fallocate(fd, nbytes)) == errno.EINTR:
+    while (code := _fallocate(fd, nbytes) if nbytes else 0) == errno.EINTR:
         pass
     if code in (*_UNSUPPORTED, errno.ENODEV):
         os.ftruncate(fd, nbytes)
@@ -397,20 +390,15 @@ def allocate_file(fd: int, nbytes: int) -> None:
 
 def _fallocate(fd: int, nbytes: int) -> int:
     """Linux's fallocate(2); returns the number of its error, or 0."""
-    system = libc() if nbytes else None
-    if system is None:
-        return errno.ENOSYS
-    failed = system.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    failed = libc().fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes))
     return ctypes.get_errno() if failed else 0
 
 
 def lock(fd: int) -> bool | None:
     """Takes the lock of an open file; it goes with the descriptor, or with the process.
 
-    Returns whether it was free; None if the system knows no locks.
+    Returns whether it was free; None if the file system knows no locks.
     """
-    if fcntl is None or fd < 0:
-        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -422,23 +410,22 @@ def lock(fd: int) -> bool | None:
 
 def unlock(fd: int) -> None:
     """Gives the lock of an open file back, also for children forked meanwhile."""
-    if fcntl is not None and fd >= 0:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_UN)
+    with contextlib.suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
 def open_directory(path: str) -> Generator[int]:
-    """A descriptor of a directory, to lock and sync it; -1 on Windows."""
+    """A descriptor of a directory, to lock and sync it."""
     held: list[int] = []
     close = map(os.close, held)
     try:
         try:
             # One call opens and stores it, for the reason in `opened`, which takes no directories.
-            held.extend(map(os.open, (path,) if hasattr(os, "O_DIRECTORY") else (), (_DIRECTORY,)))
+            held.extend(map(os.open, (path,), (_DIRECTORY,)))
         except OSError as error:
             raise errors.from_target(error, path, "open the directory") from error
-        yield held[0] if held else -1
+        yield held[0]
     finally:
         try:  # noqa: SIM105 - the first call here is the one that closes
             list(close)
@@ -448,8 +435,6 @@ def open_directory(path: str) -> Generator[int]:
 
 def fsync(fd: int) -> None:
     """Returns when a file, or the names in a directory, are on disk."""
-    if fd < 0:
-        return
     try:
         os.fsync(fd)
     except OSError as error:
@@ -458,19 +443,11 @@ def fsync(fd: int) -> None:
             raise
 
 
-_seek = threading.Lock()
-
-
 def write_all(fd: int, pieces: Sequence[Any], offset: int) -> None:
     """Writes pieces to one place of a file; short writes are continued."""
     left = [piece for piece in reversed(pieces) if piece.nbytes]
     while left:
-        if hasattr(os, "pwritev"):
-            done = os.pwritev(fd, left[: -IOV_MAX - 1 : -1], offset)
-        else:
-            with _seek:  # Windows
-                os.lseek(fd, offset, os.SEEK_SET)
-                done = os.write(fd, left[-1])
+        done = os.pwritev(fd, left[: -IOV_MAX - 1 : -1], offset)
         if done == 0:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         offset += done

@@ -42,8 +42,7 @@ class Journal:
         self.left = False
         self._lock = threading.Lock()
         self._file: FileIO | None = None
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        flags |= getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
         try:
             if not (all(draft.resumed for draft in drafts) and _is_sound(self.path)):
                 flags |= os.O_EXCL

@@ -108,7 +108,7 @@ def _took_lock(path: str, target: str) -> FileIO | None:
 
     On a file system without locks it is removed again, and returned unlocked.
     """
-    flags = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    flags = os.O_NOFOLLOW | os.O_NONBLOCK
     for left in reversed(range(_TRIES)):
         try:
             try:

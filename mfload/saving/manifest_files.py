@@ -67,7 +67,7 @@ def is_manifest(path: str) -> bool:
 
 
 def _opened(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))  # It may be a FIFO by now.
+    return os.open(path, flags | os.O_NONBLOCK)  # It may be a FIFO by now.
 
 
 @contextlib.contextmanager

@@ -450,7 +450,7 @@ def _remove_left(paths: Iterable[str]) -> None:
                 os.unlink(path)
                 continue
             # The open of a FIFO would wait for a writer.
-            flags = getattr(os, "O_NONBLOCK", 0)
+            flags = os.O_NONBLOCK
             try:  # NFS and SMB lock only what is open for writing.
                 fd = os.open(path, os.O_RDWR | flags)
             except PermissionError:

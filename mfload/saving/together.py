@@ -202,7 +202,7 @@ def _write(hidden: str, ranges: Iterable[_Range], group: agree.ProcessGroup, adv
     """Writes this process's part of a draft; returns the number of bytes."""
     written, looked = 0, time.monotonic()
     try:
-        file = opened(hidden, os.O_RDWR | getattr(os, "O_BINARY", 0))
+        file = opened(hidden, os.O_RDWR)
     except OSError as error:
         action = "open the file that another process made (all must share the file system)"
         raise errors.from_target(error, hidden, action) from error

@@ -23,7 +23,7 @@ from mfload import errors
 from mfload.sources.base import ClosedAtEnd, Costs, Identity, shrunk
 
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
-_FLAGS = sum(getattr(os, name, 0) for name in ("O_CLOEXEC", "O_NONBLOCK", "O_BINARY"))
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _IDENTITY = operator.attrgetter("st_ino", "st_size", "st_mtime_ns", "st_dev")
 _MOST_LINKS = 40  # Of a chain, as for Linux.
 _KINDS = {
@@ -109,7 +109,7 @@ class LocalFile:
             _, identity = _open(self.name, None)
         if identity is not None:
             self.identity, self.size = identity, identity.size
-        self.keeps = not now and hasattr(os, "preadv")
+        self.keeps = not now
         self.kept: _Kept | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -130,8 +130,7 @@ class LocalFile:
         opened = self.open()
         try:
             while nbytes:
-                where = opened.fd, nbytes, offset
-                part = os.pread(*where) if hasattr(os, "pread") else _seek_and_read(*where)
+                part = os.pread(opened.fd, nbytes, offset)
                 if not part:
                     break
                 parts.append(part)
@@ -162,7 +161,7 @@ class LocalFile:
         Of all files in the process, no more are kept than `_most_kept`; a fork closes them in the
         child. What was opened before stays usable until it is closed.
         """
-        self.keeps = keeps and hasattr(os, "preadv")  # What has no offset is for one thread.
+        self.keeps = keeps
         if not self.keeps:
             self.kept = None
 
@@ -221,13 +220,7 @@ class OpenFile(ClosedAtEnd):
         least = wanted if least is None else least
         done = 0
         while done < least:
-            if hasattr(os, "preadv"):
-                got = os.preadv(self.fd, vector, offset + done)
-            else:
-                where = self.fd, vector[0].nbytes, offset + done
-                part = os.pread(*where) if hasattr(os, "pread") else _seek_and_read(*where)
-                got = len(part)
-                memoryview(vector[0])[:got] = part
+            got = os.preadv(self.fd, vector, offset + done)
             done += got
             if done >= least:
                 break
@@ -297,9 +290,8 @@ def _close_kept() -> None:
     _keepers.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    # A descriptor that two processes share would have one state of reading ahead for both.
-    os.register_at_fork(after_in_child=_close_kept)
+# A descriptor that two processes share would have one state of reading ahead for both.
+os.register_at_fork(after_in_child=_close_kept)
 
 
 def _open(path: str, flags: int | None) -> tuple[int, Identity]:
@@ -310,12 +302,12 @@ def _open(path: str, flags: int | None) -> tuple[int, Identity]:
             status = os.stat(path)
         else:
             try:
-                fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
+                fd = os.open(path, flags | _FLAGS)
             except OSError as error:
                 if error.errno != errno.EMFILE or not _keepers:
                     raise
                 _close_kept()
-                fd = os.open(path, os.O_RDONLY | flags | _FLAGS)
+                fd = os.open(path, flags | _FLAGS)
             status = os.fstat(fd)
     except OSError as error:
         if fd >= 0:
@@ -333,9 +325,3 @@ def _open(path: str, flags: int | None) -> tuple[int, Identity]:
         expected="a regular file",
         found=kind_of(status.st_mode),
     )
-
-
-def _seek_and_read(fd: int, nbytes: int, offset: int) -> bytes:
-    # Windows. The descriptor belongs to one thread.
-    os.lseek(fd, offset, os.SEEK_SET)
-    return os.read(fd, nbytes)

@@ -235,15 +235,15 @@ def test_random_reads_of_a_file(
         pytest.skip("a file system in memory")
     before = _state(model)
     path, out, plot = next(model.iterdir()), tmp_path / "curve.json", tmp_path / "curve.png"
-    more = ["--random", "--quick", "--engines", "threads,aio", "--out", str(out)]
+    more = ["--random", "--quick", "--engines", "threads,io_uring", "--out", str(out)]
     assert run(["bench", str(path), *more, "--plot", str(plot)]) == 0
     printed = capsys.readouterr().out
     assert re.search(r"threads, GB/s, by bytes of a read and reads at once\n +1 +4\n", printed)
-    assert "aio, µs of CPU a read" in printed
+    assert "io_uring, µs of CPU a read" in printed
     assert _state(model) == before
     _check_picture(plot)
     found = json.loads(out.read_text())
-    assert {point["engine"] for point in found["points"]} == {"threads", "aio"}
+    assert {point["engine"] for point in found["points"]} == {"threads", "io_uring"}
     assert run(["bench", str(path), *more, "--json"]) == 0  # It replaces an earlier result.
     assert json.loads(capsys.readouterr().out)["kind"] == "random reads"
 

@@ -29,7 +29,7 @@ from mfload.ondemand import ExpertCache, LayerStream, NeuronCache, bundle
 LAYERS, EXPERTS = (3, 4, 5, 6, 9), 4  # The first layers of many models are dense.
 STACKED = r"layers\.(\d+)\.moe\.(\w+)$"
 EACH = r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(.+)"
-WAYS = [("direct", "io_uring"), ("direct", "aio"), ("direct", "threads"), ("pread", "io_uring")]
+WAYS = [("direct", "io_uring"), ("direct", "threads"), ("pread", "io_uring")]
 STARTS = (0, 8, 32, 40)
 """Where the data begins mod 64 in real files."""
 BUDGET = 5 * 20_000

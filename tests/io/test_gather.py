@@ -21,18 +21,18 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from mfload import errors
-from mfload.io import aio, buffers, gather, threads, uring
+from mfload.io import buffers, gather, threads, uring
 from mfload.io.gather import Gather, Reads, open_gather
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
 
 if not sys.platform.startswith("linux"):
-    pytest.skip("io_uring, AIO and O_DIRECT are parts of Linux", allow_module_level=True)
+    pytest.skip("io_uring and O_DIRECT are parts of Linux", allow_module_level=True)
 
 SIZE = 300_001  # No multiple of a block.
 DATA = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
 WAYS = [
-    ("io_uring", "direct"), ("io_uring", "pread"), ("aio", "direct"), ("threads", "direct"),
+    ("io_uring", "direct"), ("io_uring", "pread"), ("threads", "direct"),
     ("threads", "pread"),
 ]  # fmt: skip
 
@@ -198,15 +198,14 @@ def _faulty(opened: Gather, change: Any) -> None:
     vars(opened)["_make"] = lambda: _Faulty(make(), change)
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "aio"])
-def test_one_of_many_fails(path: Path, engine: str) -> None:
+def test_one_of_many_fails(path: Path) -> None:
     """The error names the file, and the others have ended."""
 
     def change(numbers: Any, results: Any) -> None:
         results[numbers == 33] = -errno.EIO
 
     memory, start = _memory(50 * 4096)
-    with _open(path, engine=engine) as opened:
+    with _open(path, engine="io_uring") as opened:
         _faulty(opened, change)
         offsets = np.arange(50) * 4096
         with pytest.raises(errors.ReadError, match=r"Input/output error") as caught:
@@ -277,7 +276,7 @@ def test_a_fork(path: Path, engine: str, files: str) -> None:
         assert memory.tobytes() == DATA[8192:12288]
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "aio", "threads"])
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_an_interrupt(path: Path, engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """When it is raised, nothing is written to the memory any more."""
     memory, start = _memory(4096 * 70)
@@ -350,17 +349,9 @@ def test_an_interrupt_while_threads_start(
         assert ended.is_set()
 
 
-@pytest.mark.parametrize(
-    ("engine", "code"),
-    [
-        ("io_uring", errno.EINTR),
-        ("io_uring", errno.EAGAIN),
-        ("aio", errno.EINTR),
-        ("aio", errno.EAGAIN),
-    ],
-)
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EAGAIN])
 def test_calls_that_have_to_be_made_again(
-    path: Path, engine: str, code: int, monkeypatch: pytest.MonkeyPatch
+    path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A signal came, or the kernel is short of something for a moment."""
     memory, start = _memory(4096 * 70)
@@ -370,20 +361,15 @@ def test_calls_that_have_to_be_made_again(
     def refusing(real: Any) -> Any:
         def call(*given: Any) -> int:
             calls[0] += 1
-            waits = engine == "aio" and given[0] == ring._getevents
-            if calls[0] % 2 == 0 or calls[0] < 0 or (waits and code == errno.EAGAIN):
+            if calls[0] % 2 == 0 or calls[0] < 0:
                 return real(*given)
             raise OSError(code, os.strerror(code))
 
         return call
 
-    with _open(path, engine=engine) as opened:
+    with _open(path, engine="io_uring") as opened:
         opened.read(Reads.of(0, [0], [start], 4096))
-        ring: Any = opened._idle[0]
-        if engine == "io_uring":
-            monkeypatch.setattr(uring, "_call", refusing(uring._call))
-        else:
-            ring._call = refusing(ring._call)
+        monkeypatch.setattr(uring, "_call", refusing(uring._call))
         for _ in range(5):
             memory[:] = 0
             opened.read(Reads.of(0, offsets, start + offsets, 4096))
@@ -431,15 +417,14 @@ def test_bytes_in_memory() -> None:
     assert memory[:2000].tobytes() == DATA[5:1005] + DATA[7000:8000]
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "aio"])
-def test_the_system_gives_no_more_rings(path: Path, engine: str) -> None:
+def test_the_system_gives_no_more_rings(path: Path) -> None:
     """A thread that comes later needs another one."""
 
     def refused() -> Any:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     _, start = _memory(4096)
-    with _open(path, engine=engine) as opened:
+    with _open(path, engine="io_uring") as opened:
         opened._idle.clear()
         vars(opened)["_make"] = refused
         with pytest.raises(errors.ReadError, match="Too many open files") as caught:
@@ -476,10 +461,10 @@ def test_one_file_system_of_two_takes_no_o_direct(
 
 def test_no_such_engine(path: Path) -> None:
     """The names that there are."""
-    with pytest.raises(errors.UsageError, match="auto, io_uring, aio or threads"):
+    with pytest.raises(errors.UsageError, match="auto, io_uring or threads"):
         _open(path, engine="uring")
-    with pytest.raises(errors.UsageError, match="aio does not work here"):
-        _open(path, engine="aio", files="pread")
+    with pytest.raises(errors.UsageError, match="io_uring does not work here"):
+        open_gather([MemorySource(DATA)], engine="io_uring")
 
 
 _SECCOMP = """
@@ -498,18 +483,16 @@ print(opened.name, opened.why)
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="numbers of x86-64's system calls")
-@pytest.mark.parametrize(
-    ("forbidden", "name"), [((425,), "aio"), ((426,), "aio"), ((425, 206), "threads")], ids=str
-)
-def test_forbidden_by_seccomp(path: Path, forbidden: tuple[int, ...], name: str) -> None:
-    """As in many containers: the next engine is taken, and says why."""
-    code = _SECCOMP.replace("{forbidden}", repr(forbidden))
+@pytest.mark.parametrize("forbidden", [425, 426])
+def test_forbidden_by_seccomp(path: Path, forbidden: int) -> None:
+    """As in many containers: threads are taken, and say why."""
+    code = _SECCOMP.replace("{forbidden}", f"({forbidden},)")
     run = subprocess.run(
         [sys.executable, "-c", code, path],
         cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith(name)
+    assert run.stdout.startswith("threads ")
     assert "no io_uring: Operation not permitted" in run.stdout
 
 
@@ -531,7 +514,7 @@ time.sleep(float(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize("engine", ["io_uring", "aio", "threads"])
+@pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_the_end_of_the_program(path: Path, engine: str) -> None:
     """With reads under way in threads."""
     for wait in ("0", "0.01", "0.05"):
@@ -551,7 +534,7 @@ def test_modules_have_gone(
     with _open(path, engine=engine, files=files) as opened:
         opened.read(Reads.of(0, [0], [start], 4096))
         with monkeypatch.context() as patch:
-            for module in (gather, uring, aio):
+            for module in (gather, uring):
                 patch.setattr(module, "os", None)
             for ring in opened._idle:
                 ring.close()

@@ -88,37 +88,6 @@ def test_the_shortest_vector_that_a_system_may_take_will_do(
     assert 1 < max(read.parts for read in reads) <= limit
 
 
-@pytest.mark.parametrize("name", ["preadv", "posix_fadvise", "O_DIRECT", "O_CLOEXEC", "O_NONBLOCK"])
-@pytest.mark.parametrize("engine", ["pread", "direct", "mmap", "auto"])
-def test_systems_that_lack_a_call_load_all_the_same(
-    path: Path, monkeypatch: pytest.MonkeyPatch, name: str, engine: Any
-) -> None:
-    monkeypatch.delattr(os, name)
-    loaded = mfload.load(
-        path, framework="numpy", dtype=[("layer.1", "int32")], options=mfload.Options(engine=engine)
-    )
-    expected = {**MODEL, "layer.1.q": MODEL["layer.1.q"].astype(np.int32)}
-    samples.assert_same(loaded, expected)
-    with mfload.open(path, options=mfload.Options(engine=engine)) as opened:
-        assert samples.same(opened.get_slice("wide")[:, 5:900:7], MODEL["wide"][:, 5:900:7])
-
-
-def test_without_preadv_a_file_that_shrank_is_noticed(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "preadv")
-    real = os.pread
-
-    def pread(fd: int, nbytes: int, offset: int) -> bytes:
-        if offset > 8:  # Data, not the header.
-            os.truncate(path, 3000)
-        return real(fd, nbytes, offset)
-
-    monkeypatch.setattr(os, "pread", pread)
-    with pytest.raises(errors.SourceChangedError):
-        _load(path)
-
-
 def test_reads_end_where_the_caller_says(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(range(100)))

@@ -63,8 +63,6 @@ def test_the_share_of_a_long_file_is_that_of_samples(monkeypatch: pytest.MonkeyP
 def test_kernels_without_cachestat_do_not_say(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _kernel(monkeypatch, lambda *_: -1)
     assert probes.cached_share(fd, 4096) is None
-    _kernel(monkeypatch, None)
-    assert probes.cached_share(fd, 4096) is None
 
 
 def test_looking_touches_no_page(tmp_path: Path) -> None:
@@ -95,7 +93,6 @@ def _statx(mask: int, memory: int, offset: int) -> Any:
         # It does not say: before Linux 6.1, or file systems that never learnt to.
         (_statx(0x07FF, 0, 0), (4096, 4096)),
         (lambda *_: -1, (4096, 4096)),
-        (None, (4096, 4096)),
     ],
 )
 def test_alignment_is_what_statx_says(
@@ -109,8 +106,6 @@ def test_alignment_is_what_statx_says(
 def test_alignment_elsewhere(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     assert probes.direct_alignment(fd) == (4096, 4096)
-    monkeypatch.delattr(os, "O_DIRECT")
-    assert probes.direct_alignment(fd) is None
 
 
 def test_alignment_here_is_enough(fd: int, tmp_path: Path) -> None:
@@ -126,13 +121,6 @@ def test_alignment_here_is_enough(fd: int, tmp_path: Path) -> None:
         assert os.preadv(direct, [target], offset) == offset
     finally:
         os.close(direct)
-
-
-def test_other_systems_make_no_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    probes._syscall.cache_clear()
-    monkeypatch.setattr(sys, "platform", "darwin")
-    assert probes._syscall() is None
-    probes._syscall.cache_clear()
 
 
 def _tree(root: Path, available: int, groups: dict[str, tuple[str, int, int]]) -> Path:

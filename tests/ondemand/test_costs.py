@@ -249,13 +249,13 @@ def test_a_curve_is_measured_if_none_is_given(
 
     def measure(files: list[str]) -> dict[str, Any]:
         asked.append(files)
-        return {"points": points("aio"), "why": ""}
+        return {"points": points("threads"), "why": ""}
 
     monkeypatch.setattr(machine, "MEMORY_FILE_SYSTEMS", frozenset())
     monkeypatch.setattr(random_reads, "measure", measure)
     found = plan(path, budget="1MiB", trace=[[[1]]])
     assert asked == [[str(path)]]
-    assert found.curve == "aio"
+    assert found.curve == "threads"
     assert found.budget.io_ms == plan(path, budget="1MiB", trace=[[[1]]], curve=CURVE).budget.io_ms
     monkeypatch.setattr(random_reads, "measure", lambda _: {"points": [], "why": "no O_DIRECT"})
     found = plan(path, budget="1MiB", trace=[[[1]]])

@@ -396,7 +396,7 @@ def test_io_uring_is_forbidden(path: Path) -> None:
         print(cache.report().engine, cache.report().why)
     """
     said = run(code, path, cwd=Path(__file__).parents[1])
-    assert said.startswith("aio ")
+    assert said.startswith("threads ")
     assert "no io_uring: Operation not permitted" in said
 
 

@@ -172,7 +172,7 @@ def test_dtypes_gates_and_engines(tmp_path: Path, dtype: Any, gate: bool, gather
 
 
 @pytest.mark.parametrize("together", [True, False])
-@pytest.mark.parametrize("gather", ["io_uring", "aio", "threads"])
+@pytest.mark.parametrize("gather", ["io_uring", "threads"])
 def test_past_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gather: Any, together: bool
 ) -> None:

@@ -114,7 +114,7 @@ def test_a_killed_draft_goes_where_only_writers_lock(target: Path) -> None:
 
 def test_a_killed_draft_that_stays_is_told(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without locks it can't be told from that of a save which is at work."""
-    monkeypatch.setattr(drafts, "fcntl", None)
+    monkeypatch.setattr(fcntl, "flock", faults.no_locks)
     place = SaveTarget(target).place
     left = Path(place.at(f"{place.hidden}0123456789abcdef-00001"))
     left.write_bytes(b"half")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import signal
@@ -326,7 +327,7 @@ def test_a_lock_that_may_not_be_made_anew(target: Path, monkeypatch: pytest.Monk
 
 
 def test_without_locks_there_are_none(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafts, "fcntl", None)
+    monkeypatch.setattr(fcntl, "flock", faults.no_locks)
     saved = list[Any]()
 
     def progress(done: int, total: int) -> None:

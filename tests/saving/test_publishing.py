@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -27,7 +28,7 @@ import mfload
 from mfload import dtypes, errors, sources
 from mfload.formats import safetensors
 from mfload.index import TensorInfo
-from mfload.saving import drafts, locks, publishing
+from mfload.saving import locks, publishing
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
@@ -486,7 +487,7 @@ class TestLeftovers:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         left = self.leave(tmp_path)
-        monkeypatch.setattr(drafts, "fcntl", None)
+        monkeypatch.setattr(fcntl, "flock", faults.no_locks)
         mfload.save(NEW, tmp_path, overwrite=True)  # But the lock, which is empty.
         assert scenarios.hidden(tmp_path) == left
 

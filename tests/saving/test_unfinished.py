@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -13,6 +14,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import faults
 import numpy as np
 import pytest
 import scenarios
@@ -238,7 +240,7 @@ class TestWriters:
     ) -> None:
         """Their writer may live."""
         before = files(left)
-        monkeypatch.setattr(drafts, "fcntl", None)
+        monkeypatch.setattr(fcntl, "flock", faults.no_locks)
         if overwrite:
             assert mfload.save(OLD, left, overwrite=True).notes[0].startswith("not removed")
             assert found(left) == "old"
