@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 import os
 import struct
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.formats import hints, structure
 from mfload.formats.strict_json import brief
-from mfload.index import Piece, TensorInfo
+from mfload.index import Columns, Piece, TensorInfo
 from mfload.sources.base import Source
 from mfload.stored import Encoding, Stored
 
@@ -45,15 +47,8 @@ _SIZED = {0xC4: ("bin", 1), 0xC5: ("bin", 2), 0xC6: ("bin", 4), 0xC7: ("ext", 1)
           0xDC: ("list", 2), 0xDD: ("list", 4), 0xDE: ("map", 2), 0xDF: ("map", 4)}  # fmt: skip
 _FIXED_EXT = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _ARRAY, _COMPLEX, _SCALAR = 1, 2, 3
+_FIRST = 5  # Bytes of an extension that tell most heads apart.
 _DTYPES = {row.numpy_name: row for row in dtypes.KNOWN.values() if row.numpy_name is not None}
-
-
-class _Array(NamedTuple):
-    """A leaf that becomes a tensor."""
-
-    dtype: DType
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
 
 
 def recognise(head: bytes, name: str) -> bool:
@@ -73,7 +68,7 @@ def recognise(head: bytes, name: str) -> bool:
     return walk.at == len(head)
 
 
-def read(file: Source, source: int = 0) -> tuple[list[TensorInfo], dict[str, str] | None]:
+def read(file: Source, source: int = 0) -> tuple[Columns, dict[str, str] | None]:
     """The tensors of a file, in its order, and its tree; see `formats.base.Format`.
 
     Tensors have the keys on their path, joined by dots. A file that is one array gives it the
@@ -88,28 +83,39 @@ def read(file: Source, source: int = 0) -> tuple[list[TensorInfo], dict[str, str
             )
     except errors.HeaderError as error:
         raise hints.explain_file(error, file) from None
-    rows: dict[str, TensorInfo] = {}
-    paths: dict[str, tuple[str, ...]] = {}
-    top = (os.path.basename(file.name.partition("?")[0]).removesuffix(".msgpack") or "array",)
+    names = walk.columns.names
+    if len({*names}) < len(names):
+        (name, _), *_ = Counter(names).most_common(1)
+        both = " and ".join(str([*path]) for path in _paths(tree, name, ()))
+        what = "two arrays have the same name: their keys, joined by dots"
+        raise errors.HeaderError(what, file=file.name, tensor=name, found=both)
+    return walk.columns, {structure.KEY: structure.dumps(tree)}
 
-    def named(value: Any, path: tuple[str, ...]) -> Any:
-        if isinstance(value, dict):
-            return {key: named(each, (*path, str(key))) for key, each in value.items()}
-        if isinstance(value, list):
-            return [named(each, (*path, str(number))) for number, each in enumerate(value)]
-        if not isinstance(value, _Array):
-            return value
-        path = path or top
-        name = ".".join(path)
-        if name in rows:
-            what = "two arrays have the same name: their keys, joined by dots"
-            both = f"{list(paths[name])} and {list(path)}"
-            raise errors.HeaderError(what, file=file.name, tensor=name, found=both)
-        rows[name], paths[name] = TensorInfo(name, *value), path
-        return structure.TensorName(name)
 
-    tree = named(tree, ())
-    return list(rows.values()), {structure.KEY: structure.dumps(tree)}
+def _paths(value: Any, name: str, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Keys on the way to each array of a name."""
+    if isinstance(value, dict | list):
+        pairs: Any = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, each in pairs:
+            yield from _paths(each, name, (*path, str(key)))
+    elif isinstance(value, structure.TensorName) and value == name:
+        yield path
+
+
+class _Head(NamedTuple):
+    """What stands before the bytes of an array, from the code of its extension on.
+
+    Attributes:
+        kind: Its number in the columns.
+        nbytes: Of the array.
+        values, strings: What is counted of it, see `MAX_VALUES` and `MAX_BYTES`.
+    """
+
+    raw: bytes
+    kind: int
+    nbytes: int
+    values: int
+    strings: int
 
 
 class _Walk:
@@ -117,6 +123,7 @@ class _Walk:
 
     Attributes:
         at: Where the next begins.
+        columns: The arrays, so far.
         names: How many keys are strings, so far.
         truncated: Whether the bytes end within a value.
     """
@@ -129,7 +136,11 @@ class _Walk:
         self.at, self._end, self._inside = 0, file.size, False
         self._window, self._start = b"", 0
         self._path: list[str] = []
+        name = os.path.basename(file.name.partition("?")[0])
+        self._top = name.removesuffix(".msgpack") or "array"
+        self.columns = Columns()
         self.names = self._values = self._bytes = 0
+        self._heads: dict[bytes, _Head] = {}  # By their first bytes.
 
     def bad(self, what: str, expected: object = None, found: object = None) -> errors.HeaderError:
         """The error for what is wrong at the value that is being read."""
@@ -187,7 +198,8 @@ class _Walk:
         return kind, int.from_bytes(self._take(width), "big")
 
     def value(self) -> Any:
-        """The next value; arrays are `_Array`s."""
+        """The next value; the names of arrays for them."""
+        begin = self.at, self._values, self._bytes
         kind, given = self._head()
         if kind == "value":
             return given
@@ -196,7 +208,7 @@ class _Walk:
         if kind == "str":
             return self._string(given)
         if kind == "ext":
-            return self._extension(given)
+            return self._extension(given, *begin)
         if len(self._path) >= MAX_DEPTH:
             raise self.bad("the values are nested too deep", f"at most {MAX_DEPTH} levels")
         if kind == "map":
@@ -217,7 +229,11 @@ class _Walk:
 
     def _map(self, count: int) -> Any:
         made: dict[str | int, Any] = {}
-        for _ in range(count):
+        first = len(self.columns)
+        while len(made) < count:
+            self._take_alike(made, count)
+            if len(made) == count:
+                break
             key = self.value()
             if type(key) not in (str, int):
                 raise self.bad("a key is neither a string nor an integer", None, brief(key))
@@ -227,9 +243,51 @@ class _Walk:
             self._path.append(str(key))
             made[key] = self.value()
             self._path.pop()
-        return self._joined(made) if _CHUNKED in made else made
+        return self._joined(made, first) if _CHUNKED in made else made
 
-    def _extension(self, nbytes: int) -> Any:
+    def _take_alike(self, made: dict[str | int, Any], count: int) -> None:
+        """Takes entries as long as they are names of arrays whose heads were met.
+
+        Ends at the first that is anything else or wrong, and at the end of the window.
+        """
+        if self._inside or len(self._path) + 1 >= MAX_DEPTH:
+            return
+        window, start, columns, source = self._window, self._start, self.columns, self._source
+        at, end = self.at - start, self._end - start
+        prefix, make = "".join(f"{key}." for key in self._path), structure.TensorName
+        add_name, add_kind, add_source = (
+            columns.names.append,
+            columns.kind.append,
+            columns.sources.append,
+        )
+        add_offset, add_nbytes = columns.offsets.append, columns.nbytes.append
+        raw, kind, nbytes, more, also = head = _Head(b"", 0, 0, 0, 0)
+        while 0 <= at < len(window) and len(made) < count:
+            first = at + 1
+            stop = first + (window[at] & 0x1F)
+            if not raw or not window.startswith(raw, stop):
+                head = self._heads.get(window[stop : stop + _FIRST], head)
+                raw, kind, nbytes, more, also = head
+                if not raw or not window.startswith(raw, stop):
+                    break
+            key, begin = window[first:stop], stop + len(raw)
+            if not (0xA0 <= window[at] <= 0xBF and key.isascii()) or begin + nbytes > end:
+                break
+            name, values, strings = key.decode(), self._values + more, self._bytes + also + len(key)
+            if name in made or values > MAX_VALUES or strings > MAX_BYTES:
+                break
+            self._values, self._bytes, at = values, strings, begin + nbytes
+            whole = prefix + name
+            made[name] = make(whole)
+            add_name(whole)
+            add_kind(kind)
+            add_source(source)
+            add_offset(start + begin)
+            add_nbytes(nbytes)
+            self.names += 1
+        self.at = start + at
+
+    def _extension(self, nbytes: int, begin: int, values: int, strings: int) -> Any:
         (kind,) = struct.unpack("b", self._take(1))
         if self._inside:
             raise self.bad("an extension lies in another")
@@ -250,9 +308,15 @@ class _Walk:
             what = "bytes follow the value in its extension"
             raise self.bad(what, errors.amount(self.at), errors.amount(self._end))
         self._inside, self._end = False, self._file.size
+        if isinstance(made, structure.TensorName) and begin >= self._start:
+            kind, size = self.columns.kind[-1], self.columns.nbytes[-1]
+            if len(self.columns) - 1 not in self.columns.others:
+                raw = self._window[begin - self._start : self.at - size - self._start]
+                counts = self._values - values, self._bytes - strings
+                self._heads[raw[:_FIRST]] = _Head(raw, kind, size, *counts)
         return made
 
-    def _array(self, *, scalar: bool) -> _Array:
+    def _array(self, *, scalar: bool) -> structure.TensorName:
         if self._head() != ("list", 3):
             raise self.bad("not an array", "[shape, dtype, bytes]")
         shape = self._shape(self.value())
@@ -270,7 +334,15 @@ class _Walk:
         stored = None
         if name in dtypes.NARROW and nbytes:
             stored = Stored(encodings=(Encoding(name, nbytes),))
-        return _Array(dtype, shape, (Piece(self._source, self._pass(nbytes), nbytes, stored),))
+        return self._leaf(dtype, shape, (Piece(self._source, self._pass(nbytes), nbytes, stored),))
+
+    def _leaf(
+        self, dtype: DType, shape: tuple[int, ...], pieces: tuple[Piece, ...]
+    ) -> structure.TensorName:
+        """Adds an array, named by the keys on its path."""
+        name = ".".join(self._path) if self._path else self._top
+        self.columns.extend(Columns.of([TensorInfo(name, dtype, shape, pieces)]))
+        return structure.TensorName(name)
 
     def _shape(self, dims: Any) -> tuple[int, ...]:
         sizes = isinstance(dims, list) and all(type(n) is int and n >= 0 for n in dims)
@@ -278,15 +350,18 @@ class _Walk:
             raise self.bad("not the shape of an array", "sizes of dims", brief(dims))
         return tuple(dims)
 
-    def _joined(self, parts: dict[Any, Any]) -> _Array:
-        """The array of which a map holds flat parts."""
+    def _joined(self, parts: dict[Any, Any], first: int) -> structure.TensorName:
+        """The array of which a map holds flat parts, the columns from `first` on."""
         what, expected = "malformed chunked array", "shape and chunks, by '0', '1', …"
         if parts.keys() != {_CHUNKED, "shape", "chunks"}:
             raise self.bad(what, expected, brief(list(parts)))
         shape = self._shape(self._numbered(parts["shape"]))
         chunks = self._numbered(parts["chunks"])
-        if not chunks or not all(isinstance(each, _Array) for each in chunks):
+        if not chunks or not all(isinstance(each, structure.TensorName) for each in chunks):
             raise self.bad(what, "chunks that are arrays", brief(chunks))
+        rows = {row.name: row for row in self.columns[first:]}
+        chunks = [rows[name] for name in chunks]
+        self.columns = self.columns[:first]
         dtype, pieces, start = chunks[0].dtype, list[Piece](), 0
         for each in chunks:
             if each.dtype != dtype or len(each.shape) != 1:
@@ -301,7 +376,7 @@ class _Walk:
         if start != math.prod(shape):
             found = f"{errors.counted(start, 'element')} for shape {brief(shape)}"
             raise self.bad(what, "as many elements as the shape", found)
-        return _Array(dtype, shape, tuple(pieces) or chunks[0].pieces)
+        return self._leaf(dtype, shape, tuple(pieces) or chunks[0].pieces)
 
     def _numbered(self, parts: Any) -> list[Any]:
         """The values of a map from "0", "1", … in order."""
