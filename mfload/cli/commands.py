@@ -461,26 +461,15 @@ def serve(
     """
     from mfload.peer import seed, serve as serving
 
-    own: Any = {"token_file": token_file, "cert_file": cert_file, "key_file": key_file}
-    peer = PeerOptions(planner=planner, ca_file=ca_file, **own)
+    own: Any = {"planner": planner, "token_file": token_file, "ca_file": ca_file}
+    peer = PeerOptions(**own, cert_file=cert_file, key_file=key_file)
     how = Options(threads=threads, headers=options.by_line(headers), peer=peer)
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress, _names(device or ""))
     names = _names(transports or ("cuda_ipc,http" if device else "memory,memfd,http"))
-    made = seed.publish(
-        held,
-        model=model,
-        revision=revision,
-        address=address,
-        ca_file=ca_file,
-        planner=planner,
-        **own,
-        max_readers=max_readers,
-        run=run,
-        checksums=checksums,
-        transports=names,
-        metadata=metadata,
-    )
+    peer = replace(peer, address=address, checksums=checksums, transports=tuple(names))
+    named: Any = {"model": model, "revision": revision, "run": run, "metadata": metadata}
+    made = seed.publish(held, **named, max_readers=max_readers, peer=peer)
     leases: Callable[[], int] = int
     if "cuda_ipc" in names:
         from mfload.peer.cuda_ipc import leases
@@ -503,8 +492,8 @@ def planner(
     """Tell readers which processes serve a model.
 
     Runs until interrupted. Seeds register with the URL that is printed,
-    `mfload.publish(…, planner=URL)`, and readers ask it, `mfload load peer:///org/name
-    --planner URL`.
+    `mfload.publish(…, peer=mfload.PeerOptions(planner=URL))`, and readers ask it, `mfload load
+    peer:///org/name --planner URL`.
     """
     from mfload.peer import security, serve as serving
     from mfload.peer.planner_http import PlannerServer
