@@ -15,6 +15,9 @@ from mfload import errors
 _PEER = ("address", "ca_file", "cert_file", "checksums", "key_file", "planner", "token_file",
          "transports")  # fmt: skip
 
+MODES = ("auto", "write", "check", "never")
+"""What `checksums=` of `verify` said, beside `algorithm=`."""
+
 
 def warn(old: str, new: str) -> None:
     """Warns of a spelling; points at the caller's line outside mfload."""
@@ -36,6 +39,23 @@ def _publish(given: dict[str, Any]) -> dict[str, Any] | None:
     return given | {"peer": replace(given.get("peer") or PeerOptions(), **old)}
 
 
+def _verify(given: dict[str, Any]) -> dict[str, Any] | None:
+    old: dict[str, Any] = {}
+    new: dict[str, Any] = {}
+    if (mode := given.get("checksums")) in MODES:
+        old["checksums"] = given.pop("checksums")
+        new |= {"checksums": False} if mode == "never" else {"mode": mode}
+    if "algorithm" in given:
+        old["algorithm"] = given.pop("algorithm")
+        new.setdefault("checksums", old["algorithm"])
+    if not old:
+        return None
+    texts = (", ".join(f"{name}={value!r}" for name, value in each.items()) for each in (old, new))
+    warn(*(f"mfload.verify({text})" for text in texts))
+    return given | new
+
+
 _RENEWED: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
     "mfload.publish": _publish,
+    "mfload.verify": _verify,
 }

@@ -34,6 +34,26 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "mfload.publish(checksums=…)",
         f"mfload.publish(peer={PEER}(checksums=…))",
     ),
+    "verify that writes": (
+        lambda path: public.verify(path, checksums="write"),
+        "mfload.verify(checksums='write')",
+        "mfload.verify(mode='write')",
+    ),
+    "verify without checksums": (
+        lambda path: public.verify(path, checksums="never"),
+        "mfload.verify(checksums='never')",
+        "mfload.verify(checksums=False)",
+    ),
+    "verify of one kind": (
+        lambda path: public.verify(path, algorithm="xxh3"),
+        "mfload.verify(algorithm='xxh3')",
+        "mfload.verify(checksums='xxh3')",
+    ),
+    "verify that writes one kind": (
+        lambda path: public.verify(path, checksums="write", algorithm="xxh3"),
+        "mfload.verify(checksums='write', algorithm='xxh3')",
+        "mfload.verify(mode='write', checksums='xxh3')",
+    ),
 }
 
 

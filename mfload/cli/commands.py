@@ -143,14 +143,15 @@ def _print_runs(reports: list[Report]) -> None:
 
 
 _AGAINST = "Another checkpoint that must hold the same tensors, bit for bit."
-_CHECKSUMS = (
+_MODE = (
     "auto: compare with the manifest if there is one. write: hash every tensor and file into a "
-    "manifest. check: fail without a manifest. never: ignore it."
+    "manifest. check: fail without a manifest."
 )
-_ALGORITHM = (
+_CHECKSUMS = (
     "xxh3: the hash of each tensor, as fast as memory is read. sha256: that of each file. both: "
     "write both, or compare what the manifest has."
 )
+_NONE = "Ignore the manifest, and the checksums of archives and seeds."
 _SUMS = "The manifest. Default: beside the checkpoint, such as a.npz.checksums.json for a.npz."
 _SHA256 = (
     "What the files' SHA-256 must be: the digits for one file, a list as sha256sum writes it, or "
@@ -158,8 +159,10 @@ _SHA256 = (
 )
 
 Against = Annotated[str | None, option("OTHER", _AGAINST)]
-Way = Annotated[str, option("WAY", _CHECKSUMS, offers=("auto", "write", "check", "never"))]
-Algorithm = Annotated[str, option("NAME", _ALGORITHM, offers=("xxh3", "sha256", "both"))]
+Mode = Annotated[str, option("MODE", _MODE, offers=("auto", "write", "check"))]
+Which = Annotated[str, option("NAME", _CHECKSUMS, "--checksums", offers=("xxh3", "sha256", "both"))]
+Unchecked = Annotated[bool, flag(_NONE, "--no-checksums")]
+Algorithm = Annotated[str | None, typer.Option("--algorithm", hidden=True)]  # Of old.
 Sums = Annotated[str | None, option("FILE", _SUMS)]
 Sha256 = Annotated[str | None, option("auto|HEX|FILE", _SHA256)]
 Anew = Annotated[bool, flag("Replace a manifest.", "--overwrite")]
@@ -170,8 +173,10 @@ def verify(
     path: options.Checkpoint,
     *,
     against: Against = None,
-    checksums: Way = "auto",
-    algorithm: Algorithm = "both",
+    mode: Mode = "auto",
+    checksums: Which = "both",
+    no_checksums: Unchecked = False,
+    algorithm: Algorithm = None,
     manifest: Sums = None,
     sha256: Sha256 = None,
     overwrite: Anew = False,
@@ -185,9 +190,14 @@ def verify(
     that is hashed is read once. Exit code 1 says that something is wrong.
     """
     given = locals()
+    from mfload import deprecated
     from mfload.checking.verify import verify
 
-    found = _run("verifying", verify, given)
+    if given.pop("no_checksums"):
+        given["checksums"] = False
+    if algorithm is None:
+        del given["algorithm"]
+    found = _run("verifying", verify, deprecated.renewed("mfload.verify", given) or given)
     return failures.FINE if found.ok else failures.DIFFERENT
 
 

@@ -289,7 +289,7 @@ def test_a_failed_attempt_without_a_report(files: str) -> None:
 
 def test_a_manifest_that_differs_counts_too(files: str, tmp_path: Path) -> None:
     """Also if all was loaded before it was known, and with shards."""
-    mfload.verify(files, checksums="write")
+    mfload.verify(files, mode="write")
     known = mfload.Manifest.read(files + ".checksums.json")
     bad = tmp_path / "bad" / "model.safetensors"
     mfload.save({name: each + 1 for name, each in ARRAYS.items()}, bad)

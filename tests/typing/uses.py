@@ -154,7 +154,7 @@ def saved_and_published(arrays: dict[str, jax.Array], tensors: dict[str, torch.T
     assert_type(wait([pending]).done, set[Future[mfload.Saved]])
     either = mfload.save(arrays, "a.safetensors", background=bool(tensors), overwrite=True)
     assert_type(either, mfload.Saved | mfload.PendingSave)
-    assert_type(mfload.verify("model/", checksums="write"), mfload.Verification)
+    assert_type(mfload.verify("model/", mode="write"), mfload.Verification)
     assert_type(mfload.diff("model/", "a.safetensors"), mfload.Difference)
     with mfload.publish(tensors, model="org/name", revision="step-100") as seed:
         assert_type(seed.url, str)
