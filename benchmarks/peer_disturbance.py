@@ -54,7 +54,9 @@ def main() -> None:
     x = step(params, jnp.ones((256, side))).block_until_ready()
     times: dict[str, list[float]] = {name: [] for name in (ALONE, BESIDE, *given.transports)}
     loads = dict.fromkeys(times, 0)
-    with mfload.publish(params, model="benchmark", transports=given.transports) as seed:
+    with mfload.publish(
+        params, model="benchmark", peer=mfload.PeerOptions(transports=given.transports)
+    ) as seed:
         run = [sys.executable, "-m", "benchmarks.peer_disturbance", "--read", seed.url]
         pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

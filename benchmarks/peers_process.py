@@ -31,10 +31,10 @@ def seed(job: dict[str, Any]) -> None:
     """Publishes checkpoints with and without TLS, and serves the large one over plain sockets."""
     loaded = {name: mfload.load(job[name], "numpy") for name in ("large", "tiny", "many")}
     offers: dict[str, Any] = {"pid": os.getpid()}
-    cert: dict[str, Any] = {"cert_file": job["cert"], "key_file": job["key"]}
-    for scheme, more in (("http", {}), ("https", cert)):
+    cert = mfload.PeerOptions(cert_file=job["cert"], key_file=job["key"])
+    for scheme, peer in (("http", None), ("https", cert)):
         for name, each in loaded.items():
-            offers[f"{scheme}-{name}"] = mfload.publish(each, model=name, **more).url
+            offers[f"{scheme}-{name}"] = mfload.publish(each, model=name, peer=peer).url
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(job["cert"], job["key"])
     memory = [each.reshape(-1).view(np.uint8).data for each in loaded["large"].values()]

@@ -24,7 +24,7 @@ from benchmarks.runner import Bed, Case, Sample, sample
 
 CASES = ("warm", "cold")
 _COMMANDS = {
-    "mfload-verify-check": "mfload verify --checksums check",
+    "mfload-verify-check": "mfload verify --mode check",
     "sha256sum": "sha256sum",
 }
 _LABELS = {**verifying_tasks.LABELS, **_COMMANDS}
@@ -39,7 +39,7 @@ def _command(name: str, found: Checkpoint) -> list[str]:
     files = list(found.paths)
     manifest = verifying_tasks.manifest_of(files)
     ours = [sys.executable, "-P", "-m", "mfload", "verify", str(Path(files[0]).parent)]
-    return [*ours, "--checksums", "check", "--manifest", manifest]
+    return [*ours, "--mode", "check", "--manifest", manifest]
 
 
 def _take(name: str, case: Case, found: Checkpoint, bed: Bed) -> Sample:
@@ -53,7 +53,7 @@ def _take(name: str, case: Case, found: Checkpoint, bed: Bed) -> Sample:
 def _note_sums(found: Checkpoint) -> None:
     """Write the manifest of a checkpoint beside it."""
     files = list(found.paths)
-    mfload.verify(files, checksums="write", manifest=verifying_tasks.manifest_of(files))
+    mfload.verify(files, mode="write", manifest=verifying_tasks.manifest_of(files))
 
 
 def measure(folder: Path, cases: Sequence[str], rounds: int, seed: int, gb: float) -> Results:

@@ -29,11 +29,6 @@ FIRST = (
 MADE = ("Options", "PeerOptions", "Report", "Manifest")
 """Classes of the top level that users make; of the others the signature is not shown."""
 GIVEN = (
-    "mfload.loading.lazy.LazyCheckpoint",
-    "mfload.loading.lazy.TensorSlice",
-    "mfload.loading.stream.Stream",
-    "mfload.index.TensorInfo",
-    "mfload.loading.preview.Preview",
     "mfload.ondemand.experts.Experts",
     "mfload.ondemand.neurons.Neurons",
 )

@@ -78,7 +78,7 @@ file.close()
 
 # %%
 mfload.save(params, here / "copy.safetensors")
-manifest = mfload.verify(here / "copy.safetensors", checksums="write").manifest
+manifest = mfload.verify(here / "copy.safetensors", mode="write").manifest
 again = mfload.load(here / "copy.safetensors", framework="numpy", verify=manifest)
 print(mfload.diff(path, here / "copy.safetensors").equal, len(again), "arrays, verified")
 

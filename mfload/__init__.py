@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from mfload.diagnostics.findings import Diagnosis
     from mfload.errors import MfloadError
     from mfload.frameworks import Framework
+    from mfload.index import TensorInfo
+    from mfload.loading.lazy import LazyCheckpoint, TensorSlice
+    from mfload.loading.preview import Preview
+    from mfload.loading.stream import Stream
     from mfload.options import Options, PeerOptions
     from mfload.packed import unpack
     from mfload.peer.seed import Seed, publish, seeds
@@ -44,6 +48,10 @@ _NAMES = {
     "diagnostics.findings": "Diagnosis",
     "errors": "MfloadError",
     "frameworks": "Framework",
+    "index": "TensorInfo",
+    "loading.lazy": "LazyCheckpoint TensorSlice",
+    "loading.preview": "Preview",
+    "loading.stream": "Stream",
     "options": "Options PeerOptions",
     "packed": "unpack",
     "peer.seed": "Seed publish seeds",
@@ -56,11 +64,12 @@ _NAMES = {
 _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
-    "Aligned", "Converted", "Diagnosis", "Difference", "Framework", "Manifest", "MfloadError",
-    "Options", "PeerOptions", "PendingSave", "Report", "Saved", "Seed", "Verification", "abstract",
-    "align", "compat", "convert", "diff", "doctor", "errors", "live_bytes", "load", "load_into",
-    "ondemand", "open", "plan", "publish", "restore", "rule", "save", "seeds", "stream", "unpack",
-    "verify",
+    "Aligned", "Converted", "Diagnosis", "Difference", "Framework", "LazyCheckpoint",
+    "Manifest", "MfloadError", "Options", "PeerOptions", "PendingSave", "Preview", "Report",
+    "Saved", "Seed", "Stream", "TensorInfo", "TensorSlice", "Verification", "abstract", "align",
+    "compat", "convert", "diff", "doctor", "errors", "live_bytes", "load", "load_into",
+    "ondemand", "open", "plan", "publish", "restore", "rule", "save", "seeds", "stream",
+    "unpack", "verify",
 ]  # fmt: skip
 
 

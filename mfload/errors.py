@@ -334,9 +334,9 @@ def number(name: str, value: Any, expected: str, fits: Callable[[float], bool]) 
 _PACKAGE = os.path.dirname(__file__) + os.sep
 
 
-def warn(message: str) -> None:
-    """Issues a UserWarning that points at the caller's line outside mfload."""
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issues a warning that points at the caller's line outside mfload."""
     frame, level = sys._getframe(), 1  # pyright: ignore[reportPrivateUsage]
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

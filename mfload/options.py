@@ -31,17 +31,25 @@ _AGAINST = {"keep": ("direct", "gds"), "bypass": ("pread", "mmap")}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerOptions:
-    """How `peer://` is read. Every field is validated when the object is made.
+    """How `peer://` is read, and how a seed of this process serves.
+
+    Every field is validated when the object is made.
 
     Attributes:
-        planner: Where to ask for seeds: "http://host:port", "https://…" or "etcd://host:port".
-        token_file: File with the token that is sent to seeds and planner, at least 8 characters.
+        planner: Where to ask for seeds, and where a seed registers: "http://host:port",
+            "https://…" or "etcd://host:port".
+        token_file: File with the token that is sent to seeds and planner, and that readers of a
+            seed must send; at least 8 characters.
         publish: Whether the arrays of a load become a seed, so that others read from this process
             until it ends.
-        address: Where such a seed listens, "host:port".
-        checksums: Whether bytes are compared with the checksums of the seed as they arrive.
-        transports: Names of the transports to use, best first. Default: all that need no consent:
-            "memory", "memfd", "http".
+        address: Where a seed listens, "host:port"; port 0 takes a free one. Others than loopback
+            addresses (127.0.0.1) need a token or mutual TLS.
+        checksums: Whether bytes are compared with the checksums of the seed as they arrive; and
+            whether a seed makes them, at the speed of memory.
+        transports: Names of the transports to use, best first, or that a seed of `mfload.publish`
+            offers, such as "http" and "nixl". With "cuda_ipc", "nixl" or "collective", its arrays
+            on CUDA devices stay there. Default: all that need no consent: "memory", "memfd",
+            "http".
         copy: Whether arrays never lie in the device memory of a seed. Default: over "cuda_ipc"
             they do where the seed holds them on the device that they are loaded to, and must not
             be written to.
@@ -50,8 +58,10 @@ class PeerOptions:
         stalled: Seconds without progress after which a peer is given up. A peer on this machine has
             six times as long to begin an answer.
         ca_file: Certificates of the authority that signed those of seeds; with it, connections use
-            TLS. Default of this and the next two: those of `Options`.
-        cert_file: This process's own certificate, for seeds that ask for it, and for its own seed.
+            TLS, and readers of a seed need a certificate that it signed. Default of this and the
+            next two: those of `Options`.
+        cert_file: This process's own certificate, for seeds that ask for it, and for its own seed,
+            to which readers then connect by TLS.
         key_file: Its key. Default: in `cert_file`.
 
     Raises:

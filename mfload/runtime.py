@@ -130,6 +130,8 @@ class Deadline:
 def explained(function: Any, label: str) -> Any:
     """A public function or class that explains calls which do not fit its signature.
 
+    Those in an old spelling are made in the new one, with a warning (see `mfload.deprecated`).
+
     A TypeError that is raised inside of it stays as it is. `label`: its public name, such as
     "mfload.load", by which the function is pickled.
     """
@@ -148,11 +150,15 @@ def explained(function: Any, label: str) -> Any:
         except TypeError as error:
             if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                 raise  # It comes from a line of the function.
-            from mfload import misuse
+            from mfload import deprecated, misuse
 
-            if (explanation := misuse.error(function, label, args, kwargs)) is None:
+            new = deprecated.renewed(label, kwargs)
+            wrong = misuse.error(function, label, args, kwargs) if new is None else None
+            if new is None and wrong is None:
                 raise
-        raise explanation
+        if wrong is not None:
+            raise wrong
+        return call(*args, **(new or {}))
 
     if call.__name__ != "__init__":
         call.__module__, _, call.__qualname__ = label.rpartition(".")

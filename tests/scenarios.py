@@ -125,7 +125,7 @@ class Scenario(NamedTuple):
         if self.call == "align":
             return mfload.align(path, overwrite=True)
         if self.call == "verify":
-            mfload.verify(path, checksums="write", overwrite=overwrite)
+            mfload.verify(path, mode="write", overwrite=overwrite)
             return mfload.Saved((str(path / "model.safetensors"),), 0, 0, 0)
         return mfload.convert(self.source(folder, new), path, max_shard_size=size,
                               overwrite=overwrite)  # fmt: skip
@@ -158,7 +158,7 @@ class Scenario(NamedTuple):
             else:
                 mfload.save(new, file)
             if self.summed:
-                mfload.verify(file, checksums="write")
+                mfload.verify(file, mode="write")
             if self.call == "convert-model":
                 (source / "config.json").write_text('{"keep": true}')
                 (source / "tokenizer.json").write_text("{}")
@@ -318,7 +318,7 @@ def strays(folder: Path, scenario: Scenario, saved: mfload.Saved) -> set[str]:
     if scenario.call == "convert-model":
         names.add("tokenizer.json")
     if scenario.summed:
-        seen = mfload.verify(scenario.path(folder), checksums="check")
+        seen = mfload.verify(scenario.path(folder), mode="check")
         assert seen.ok, f"verify: {seen.problems[0]}"
         names.add(os.path.relpath(os.path.realpath(str(seen.manifest)), root))
     there = {name for name, node in tree(root)[0].names.items() if node.kind != "directory"}

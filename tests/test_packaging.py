@@ -298,7 +298,7 @@ def test_what_is_missing_comes_with_a_command_that_works(bare: Path, file: Path)
     code = "import sys, mfload; mfload.load(sys.argv[1], framework='jax')"
     said = _run(bare / "python", "-I", "-c", code, file, code=1).stderr
     assert f"jax is not installed; {extras.install('jax')} [" in said
-    code = "import sys, mfload; print(mfload.verify(sys.argv[1], checksums='write').ok)"
+    code = "import sys, mfload; print(mfload.verify(sys.argv[1], mode='write').ok)"
     said = _run(bare / "python", "-I", "-c", code, file, code=1).stderr
     command = said.strip().rpartition("; ")[2]
     path = f"{bare}{os.pathsep}{os.environ['PATH']}"

@@ -87,7 +87,7 @@ def test_what_is_copied_out_of_the_page_cache_counts_as_read(tmp_path: Path) -> 
 
 def test_a_check_is_shown(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("xxhash")
-    manifest = mfload.verify(path, checksums="write").manifest
+    manifest = mfload.verify(path, mode="write").manifest
     assert "check" in _bytes(_loaded(path, verify=manifest, threads=2))
 
 

@@ -64,12 +64,12 @@ def _large(folder: Path, nbytes: int) -> Iterator[Row]:
     path, size = folder / f"{nbytes}.safetensors", f"{nbytes / 1e9:g} GB"
     _write(path, {f"layer.{n}.weight": data for n in range(40)})
     threads = min(os.cpu_count() or 1, 8)
-    write = partial(mfload.verify, path, checksums="write", algorithm="xxh3", overwrite=True)
+    write = partial(mfload.verify, path, mode="write", checksums="xxh3", overwrite=True)
     peer, theirs = f"xxh3 of a map, {threads} threads", partial(_hash, path, threads)
     sync = 0.01 if nbytes < 5e8 else 0.0  # Of the manifest, which the alternative does not write.
     yield Row(f"verify write, xxh3, {size}", write, peer, theirs, 1.2, allowance=sync)
     write()
-    assert mfload.verify(path, algorithm="xxh3").data_checked
+    assert mfload.verify(path, checksums="xxh3").data_checked
     ours, theirs = partial(mfload.diff, path, path), partial(_two_loads, path, path)
     yield Row(f"diff, 40 x {nbytes / 4e7:g} MB", ours, "2 loads, comparison", theirs, 1.0)
 

@@ -156,7 +156,7 @@ class Hasher:
                     raise errors.UsageError(
                         "tensors that share bytes have no checksums of their own",
                         tensor=str(each.key),
-                        expected="algorithm='sha256', or checksums='never'",
+                        expected="checksums='sha256', or checksums=False",
                     )
                 if each.start < each.stop:
                     mine.append(each)
@@ -235,7 +235,7 @@ class ManifestCheck:
             raise errors.UsageError(
                 "the manifest has no checksums of tensors",
                 file=self._manifest.path,
-                expected="algorithm='xxh3' or 'both' when it is written; mfload.verify compares "
+                expected="checksums='xxh3' or 'both' when it is written; mfload.verify compares "
                 "the SHA-256 of files",
             )
         self._refuse([*self._manifest.differences(tensors)])

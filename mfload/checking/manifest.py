@@ -196,7 +196,7 @@ def text_path(path: Any) -> str:
     try:
         return os.fsdecode(path)
     except TypeError:
-        wanted = "a manifest or its path; mfload.verify(path, checksums='write') makes one"
+        wanted = "a manifest or its path; mfload.verify(path, mode='write') makes one"
         raise errors.UsageError("not a manifest", expected=wanted, found=repr(path)) from None
 
 

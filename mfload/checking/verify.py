@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
-from mfload import errors, sources
+from mfload import deprecated, errors, sources
 from mfload.checking import headers, manifest as manifests, published, scan as scanning
 from mfload.checking.checksums import OTHER_DATA, Hasher
 from mfload.checking.compare import Comparison, Pair, pairs
@@ -31,7 +31,7 @@ from mfload.saving import manifest_files, publishing
 from mfload.sources import PathOrBytes, is_source
 from mfload.sources.base import Source
 
-Checksums = Literal["auto", "write", "check", "never"]
+Mode = Literal["auto", "write", "check"]
 
 _SHOWN = 50
 _MANIFEST = "the manifest"  # Origin of a sum.
@@ -104,8 +104,8 @@ def verify(
     path: PathOrBytes | Sequence[PathOrBytes],
     *,
     against: PathOrBytes | Sequence[PathOrBytes] | None = None,
-    checksums: Literal["auto", "write", "check", "never"] = "auto",
-    algorithm: Literal["xxh3", "sha256", "both"] = "both",
+    mode: Literal["auto", "write", "check"] = "auto",
+    checksums: bool | Literal["xxh3", "sha256", "both"] = True,
     manifest: str | os.PathLike[str] | Manifest | None = None,
     sha256: str | os.PathLike[str] | Mapping[str, str] | None = None,
     overwrite: bool = False,
@@ -122,11 +122,12 @@ def verify(
     Args:
         path: As for `load`.
         against: Another checkpoint, however it is sharded: every tensor must have the same bits.
-        checksums: "auto" compares with the manifest if there is one, "check" requires one,
-            "write" makes one, "never" ignores it.
-        algorithm: Which checksums are written, or compared with a manifest: "xxh3" of each tensor,
-            "sha256" of each file, or "both". XXH3 is hashed as fast as memory is read, SHA-256
-            several times slower. "both" compares what the manifest has.
+        mode: "auto" compares with the manifest if there is one, "check" requires one, "write"
+            makes one.
+        checksums: Which checksums are written, or compared with a manifest: "xxh3" of each tensor,
+            "sha256" of each file, or "both", the same as True. XXH3 is hashed as fast as memory is
+            read, SHA-256 several times slower. "both" compares what the manifest has. False ignores
+            the manifest, and the checksums of archives and seeds.
         manifest: Path of the manifest, or one that was read. Default: the whole name of the
             checkpoint and `.checksums.json`, as in `model.safetensors.checksums.json`, in its
             directory. If the path is a symbolic link, in the directory of the file that it leads
@@ -152,17 +153,21 @@ def verify(
         FrameworkMissingError: Checksums need the package xxhash.
         LoadTimeoutError: The timeout passed.
     """
+    given = locals()
+    if checksums in deprecated.MODES:  # pyright: ignore[reportUnnecessaryContains]
+        return verify(**deprecated.renewed("mfload.verify", given) or {})
     start = time.perf_counter()
     how = started(options)
-    errors.check_choice("checksums", checksums, get_args(Checksums))
-    errors.check_choice("algorithm", algorithm, ALGORITHMS)
-    of_tensors, of_files = algorithm != "sha256", algorithm != "xxh3"
+    errors.check_choice("mode", mode, get_args(Mode))
+    if not isinstance(checksums, bool):
+        errors.check_choice("checksums", checksums, ALGORITHMS)
+    of_tensors, of_files = checksums != "sha256", checksums != "xxh3"
     seen = how.deadline.bound(
         lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
     )
     names = manifests.relative_names(seen.found.names, seen.found.index_file)
-    writes = checksums == "write"
-    choose = partial(_chosen, seen, manifest, checksums, algorithm, overwrite=overwrite)
+    writes = mode == "write"
+    choose = partial(_chosen, seen, manifest, mode, checksums, overwrite=overwrite)
     chosen = how.deadline.bound(choose, "reading the manifest", seen.found.name)
     known = chosen.known
     of_tensors &= known is None or known.hashed
@@ -178,11 +183,11 @@ def verify(
     for key in hashed:
         number = key if isinstance(key, int) else seen.tensors[key].pieces[0].source
         keys.setdefault(number, []).append(key)
-    sums = _own_sums(seen) if checksums != "never" else []
+    sums = _own_sums(seen) if checksums else []
     for number, each in sums:
         keys.setdefault(number, []).append((number, each))
     compared = {n for n, each in enumerate(seen.sources) if getattr(each, "compares", False)}
-    compared = compared if checksums != "never" else set()
+    compared = compared if checksums else set()
     for info in seen.tensors.values() if compared else ():
         if info.pieces[0].source in compared and info.name not in hashed:
             keys.setdefault(info.pieces[0].source, []).append(info.name)
@@ -242,9 +247,9 @@ def verify(
         "sha256": any(isinstance(key, int) for key in expected),
         "against": other is not None,
     }
-    if checksums == "auto" and not (digests or known or other or seen.problems):
+    if checksums and mode == "auto" and not (digests or known or other or seen.problems):
         at = "" if chosen.beside is None else f" at {chosen.beside}"
-        how_to = "checksums='write' makes one"
+        how_to = "mode='write' makes one"
         seen.notes.append(f"there is no manifest{at}: {how_to}")
     columns = seen.tensors.columns
     others = columns.others.values()  # Of these, the column has the bytes of the first piece.
@@ -278,15 +283,18 @@ class _Chosen(NamedTuple):
 
 
 def _chosen(
-    seen: Headers, manifest: Any, checksums: str, algorithm: str, *, overwrite: bool
+    seen: Headers, manifest: Any, mode: str, checksums: bool | str, *, overwrite: bool
 ) -> _Chosen:
-    writes, given, notes = checksums == "write", manifest, list[str]()
-    if manifest is None and checksums != "never":
+    writes, given, notes = mode == "write", manifest, list[str]()
+    if not checksums and mode != "auto":
+        what = f"mode={mode!r} needs checksums"
+        raise errors.UsageError(what, expected="checksums=True", found=repr(checksums))
+    if manifest is None and checksums:
         given, notes = _manifest_beside(seen, written=writes)
-    if (writes and isinstance(given, Manifest)) or (checksums == "never" and given is not None):
-        wanted = "a manifest for checksums auto or check, the path of one for write"
+    if (writes and isinstance(given, Manifest)) or (not checksums and given is not None):
+        wanted = "a manifest for mode auto or check, the path of one for write"
         raise errors.UsageError("the manifest is not used", expected=wanted, found=repr(given))
-    if (writes and is_source(given)) or (given is None and checksums in ("write", "check")):
+    if (writes and is_source(given)) or (given is None and mode != "auto"):
         what = "no manifest can lie beside this checkpoint, or be written there"
         what = "; ".join([what, *notes])
         raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
@@ -301,15 +309,16 @@ def _chosen(
         return _Chosen(target=target, replaced=replaced)
     known = read_from = None
     if given is not None:
-        required = checksums == "check" or manifest is not None
+        required = mode == "check" or manifest is not None
         known, read_from = _read_manifest(seen, given, notes, required=required)
     seen.notes += notes
-    if known is not None and {"xxh3": not known.hashed, "sha256": not known.files}.get(algorithm):
+    kind = {"xxh3": known.hashed, "sha256": known.files} if known is not None else {}
+    if known is not None and not kind.get(str(checksums), True):
         raise errors.UsageError(
             "the manifest has no checksums of this algorithm",
             file=known.path,
-            expected="algorithm='both', which compares what there is",
-            found=algorithm,
+            expected="checksums='both', which compares what there is",
+            found=checksums,
         )
     beside = None if given is None else str(getattr(given, "name", given))
     return _Chosen(known, read_from=read_from, beside=beside)

@@ -59,6 +59,7 @@ def run(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         with warnings.catch_warnings():
+            warnings.filterwarnings("default", "mfload", DeprecationWarning)
             warnings.showwarning = lambda message, *_: terminal.say(
                 f"mfload: warning: {errors.printable(spelling.spoken(str(message)))}"
             )

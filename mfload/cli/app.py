@@ -16,7 +16,7 @@ COMMANDS = {
     "ls": (commands.ls, "model/ --names 'q_proj' --larger-than 64MiB --sort size"),
     "plan": (commands.plan, "model/ --framework torch --names 'layers\\.0\\.'"),
     "load": (commands.load, "model/ --framework jax --dtype bfloat16 --repeat 3"),
-    "verify": (commands.verify, "model/ --checksums check"),
+    "verify": (commands.verify, "model/ --mode check"),
     "diff": (commands.diff, "base/ finetuned/ --names 'layers\\.0\\.'"),
     "align": (commands.align, "model/ aligned/ --max-shard-size 5GB"),
     "convert": (commands.convert, "checkpoints/100/ model/ --max-shard-size 5GB"),

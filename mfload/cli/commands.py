@@ -143,14 +143,15 @@ def _print_runs(reports: list[Report]) -> None:
 
 
 _AGAINST = "Another checkpoint that must hold the same tensors, bit for bit."
-_CHECKSUMS = (
+_MODE = (
     "auto: compare with the manifest if there is one. write: hash every tensor and file into a "
-    "manifest. check: fail without a manifest. never: ignore it."
+    "manifest. check: fail without a manifest."
 )
-_ALGORITHM = (
+_CHECKSUMS = (
     "xxh3: the hash of each tensor, as fast as memory is read. sha256: that of each file. both: "
     "write both, or compare what the manifest has."
 )
+_NONE = "Ignore the manifest, and the checksums of archives and seeds."
 _SUMS = "The manifest. Default: beside the checkpoint, such as a.npz.checksums.json for a.npz."
 _SHA256 = (
     "What the files' SHA-256 must be: the digits for one file, a list as sha256sum writes it, or "
@@ -158,8 +159,10 @@ _SHA256 = (
 )
 
 Against = Annotated[str | None, option("OTHER", _AGAINST)]
-Way = Annotated[str, option("WAY", _CHECKSUMS, offers=("auto", "write", "check", "never"))]
-Algorithm = Annotated[str, option("NAME", _ALGORITHM, offers=("xxh3", "sha256", "both"))]
+Mode = Annotated[str, option("MODE", _MODE, offers=("auto", "write", "check"))]
+Which = Annotated[str, option("NAME", _CHECKSUMS, "--checksums", offers=("xxh3", "sha256", "both"))]
+Unchecked = Annotated[bool, flag(_NONE, "--no-checksums")]
+Algorithm = Annotated[str | None, typer.Option("--algorithm", hidden=True)]  # Of old.
 Sums = Annotated[str | None, option("FILE", _SUMS)]
 Sha256 = Annotated[str | None, option("auto|HEX|FILE", _SHA256)]
 Anew = Annotated[bool, flag("Replace a manifest.", "--overwrite")]
@@ -170,8 +173,10 @@ def verify(
     path: options.Checkpoint,
     *,
     against: Against = None,
-    checksums: Way = "auto",
-    algorithm: Algorithm = "both",
+    mode: Mode = "auto",
+    checksums: Which = "both",
+    no_checksums: Unchecked = False,
+    algorithm: Algorithm = None,
     manifest: Sums = None,
     sha256: Sha256 = None,
     overwrite: Anew = False,
@@ -185,9 +190,14 @@ def verify(
     that is hashed is read once. Exit code 1 says that something is wrong.
     """
     given = locals()
+    from mfload import deprecated
     from mfload.checking.verify import verify
 
-    found = _run("verifying", verify, given)
+    if given.pop("no_checksums"):
+        given["checksums"] = False
+    if algorithm is None:
+        del given["algorithm"]
+    found = _run("verifying", verify, deprecated.renewed("mfload.verify", given) or given)
     return failures.FINE if found.ok else failures.DIFFERENT
 
 
@@ -461,26 +471,15 @@ def serve(
     """
     from mfload.peer import seed, serve as serving
 
-    own: Any = {"token_file": token_file, "cert_file": cert_file, "key_file": key_file}
-    peer = PeerOptions(planner=planner, ca_file=ca_file, **own)
+    own: Any = {"planner": planner, "token_file": token_file, "ca_file": ca_file}
+    peer = PeerOptions(**own, cert_file=cert_file, key_file=key_file)
     how = Options(threads=threads, headers=options.by_line(headers), peer=peer)
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress, _names(device or ""))
     names = _names(transports or ("cuda_ipc,http" if device else "memory,memfd,http"))
-    made = seed.publish(
-        held,
-        model=model,
-        revision=revision,
-        address=address,
-        ca_file=ca_file,
-        planner=planner,
-        **own,
-        max_readers=max_readers,
-        run=run,
-        checksums=checksums,
-        transports=names,
-        metadata=metadata,
-    )
+    peer = replace(peer, address=address, checksums=checksums, transports=tuple(names))
+    named: Any = {"model": model, "revision": revision, "run": run, "metadata": metadata}
+    made = seed.publish(held, **named, max_readers=max_readers, peer=peer)
     leases: Callable[[], int] = int
     if "cuda_ipc" in names:
         from mfload.peer.cuda_ipc import leases
@@ -503,8 +502,8 @@ def planner(
     """Tell readers which processes serve a model.
 
     Runs until interrupted. Seeds register with the URL that is printed,
-    `mfload.publish(…, planner=URL)`, and readers ask it, `mfload load peer:///org/name
-    --planner URL`.
+    `mfload.publish(…, peer=mfload.PeerOptions(planner=URL))`, and readers ask it, `mfload load
+    peer:///org/name --planner URL`.
     """
     from mfload.peer import security, serve as serving
     from mfload.peer.planner_http import PlannerServer

@@ -284,7 +284,7 @@ def _malformed(
 
 
 def _pattern(part: str, given: Any) -> re.Pattern[str]:
-    found = selection.compiled(given)
+    found = selection.compiled(given, f"{part}=")
     if found.groups != 1:
         raise errors.UsageError(
             f"{part} has to say where the number of the layer stands in a name",

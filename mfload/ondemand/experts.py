@@ -15,8 +15,9 @@ from mfload.index import TensorInfo
 from mfload.ondemand import policies
 from mfload.ondemand.cache import Lease, numbers, whole
 from mfload.ondemand.pools import Pools
-from mfload.ondemand.store import Part, Store, regex
+from mfload.ondemand.store import Part, Store
 from mfload.options import byte_count
+from mfload.planning.selection import compiled
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class _Pattern:
     """Layer, expert (None if they are stacked) and name in names of tensors."""
 
     def __init__(self, given: str | re.Pattern[str]) -> None:
-        self.regex = regex("pattern", given)
+        self.regex = compiled(given, "pattern=")
         names = ["layer", "name"] if self.regex.groups == 2 else ["layer", "expert", "name"]
         self.groups = self.regex.groupindex or {name: n for n, name in enumerate(names, 1)}
         named = {"layer", "name"} <= self.groups.keys() <= {"layer", "expert", "name"}

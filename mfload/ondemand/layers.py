@@ -12,8 +12,9 @@ import numpy as np
 from mfload import errors
 from mfload.ondemand.policies import Cyclic
 from mfload.ondemand.pools import Pools
-from mfload.ondemand.store import Part, Slots, Store, regex
+from mfload.ondemand.store import Part, Slots, Store
 from mfload.options import byte_count
+from mfload.planning.selection import compiled
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
@@ -91,8 +92,8 @@ class LayerStream(ClosedAtEnd):
     ) -> None:
         limit = None if budget is None else byte_count("budget", budget, 1)
         self._ahead = byte_count("ahead", ahead, 0)
-        find = regex("pattern", pattern)
-        stays = None if resident is None else regex("resident", resident).search
+        find = compiled(pattern, "pattern=")
+        stays = None if resident is None else compiled(resident, "resident=").search
         if not find.groups:
             what = "pattern has no group for the number of the layer"
             raise errors.UsageError(what, expected=PATTERN, found=find.pattern)

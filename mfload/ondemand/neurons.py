@@ -24,8 +24,9 @@ from mfload.io.gather import Reads
 from mfload.ondemand import bundles, policies
 from mfload.ondemand.cache import checked_wait, numbers, patience, whole
 from mfload.ondemand.rows import RowCache
-from mfload.ondemand.store import Part, Slots, Store, regex
+from mfload.ondemand.store import Part, Slots, Store
 from mfload.options import Options, byte_count
+from mfload.planning.selection import compiled
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ class NeuronCache(ClosedAtEnd):
         self._budget = byte_count("budget", budget, 1)
         if window is not None:
             policy = f"window({byte_count('window', window, 1)})"
-        stays = None if resident is None else regex("resident", resident).search
+        stays = None if resident is None else compiled(resident, "resident=").search
 
         def wanted(name: str) -> bool:
             return stays is None or stays(name) is not None or name.endswith(bundles.SUFFIX)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -319,17 +318,6 @@ class Slots:
             part.name: make(memory, part.dtype, part.shape, at)
             for part, at in zip(self.parts[key], places, strict=True)
         }
-
-
-def regex(name: str, given: str | re.Pattern[str]) -> re.Pattern[str]:
-    """An argument that is a regex; raises UsageError if it is none."""
-    try:
-        made = re.compile(given)
-        made.search("")  # One of bytes finds nothing in names.
-    except (re.error, TypeError) as error:
-        what = f"{name} is no regex: {error}"
-        raise errors.UsageError(what, expected="a regex", found=repr(given)) from error
-    return made
 
 
 def _up(value: Any, unit: int) -> Any:

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Self
 
 from mfload import errors
@@ -29,7 +30,7 @@ from mfload.peer.data import Data, hasher
 from mfload.peer.leases import Registration, connect
 from mfload.peer.manifest import Entry, Fragment, Manifest
 from mfload.peer.planner import Planner, SeedRecord, here
-from mfload.peer.security import Tls, check_exposure, credentials, read_token, resolved
+from mfload.peer.security import Tls, check_exposure, credentials, resolved
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
 from mfload.trees import outline
@@ -357,25 +358,19 @@ def publish(
     *,
     model: str,
     revision: str = "",
-    address: str = "127.0.0.1:0",
-    token_file: str | os.PathLike[str] | None = None,
-    cert_file: str | os.PathLike[str] | None = None,
-    key_file: str | os.PathLike[str] | None = None,
-    ca_file: str | os.PathLike[str] | None = None,
-    planner: str | None = None,
     max_readers: int = MAX_READERS,
     part: tuple[int, int] = (0, 1),
     run: str | None = None,
     generation: int = 0,
-    checksums: bool = True,
-    transports: Sequence[str] = ways.DEFAULT,
     metadata: Mapping[str, str] | None = None,
+    peer: PeerOptions | None = None,
 ) -> Seed:
     """Publishes arrays of this process, so that others load them with `peer://`.
 
-    Nothing is copied where the memory can be read in place. All of it is hashed, unless `checksums`
-    is False. While others read, a thread of this process answers them: with the manifest, and over
-    HTTP with the bytes; for memfd it copies all of them, for the first reader.
+    Nothing is copied where the memory can be read in place. All of it is hashed, unless
+    `PeerOptions(checksums=False)` says otherwise. While others read, a thread of this process
+    answers them: with the manifest, and over HTTP with the bytes; for memfd it copies all of them,
+    for the first reader.
 
     Of sharded arrays each process publishes what it holds, and readers name all of them:
     `peer://host:1,host:2/org/name`.
@@ -385,13 +380,6 @@ def publish(
             `paddle.nn.Layer`, a Keras model, an `nnx.Module`, any pytree.
         model: Its name, such as "org/name".
         revision: Which version of the model.
-        address: Where to listen, "host:port"; port 0 takes a free one. Others than loopback
-            addresses (127.0.0.1) need a token or mutual TLS.
-        token_file: File with the token that readers must send.
-        cert_file: This seed's certificate: readers connect by TLS.
-        key_file: Its key. Default: in `cert_file`.
-        ca_file: With it, readers need a certificate that this authority signed.
-        planner: URL of the planner to register with.
         max_readers: Readers at once that the planner sends here, 1 or more.
         part: `(rank, size)` of processes that hold a model together: readers are told if one of
             them is missing, and a planner names them all.
@@ -402,10 +390,9 @@ def publish(
             else a new one. Required for `part=` without a group.
         generation: The number of the weights within the run: of seeds with several, the planner and
             readers take the newest.
-        checksums: Whether checksums are made, at the speed of memory.
-        transports: Names of what is offered to readers, such as "http" and "nixl". With
-            "cuda_ipc", "nixl" or "collective", arrays on CUDA devices stay there.
         metadata: Free-form strings, which readers find in the index.
+        peer: Where the seed listens and how it is guarded, the planner that it registers with,
+            whether it has checksums, and what transports it offers; see `mfload.PeerOptions`.
 
     Returns:
         The seed. It holds the arrays until it is closed; what is left open ends with the process.
@@ -433,20 +420,23 @@ def publish(
     if wrong := [each for each in (*own, *own.values()) if not strict_json.encodable(each)]:
         expected = "{str: str}, encodable as UTF-8"
         raise errors.UsageError("invalid metadata", expected=expected, found=repr(wrong[0]))
-    transports = (transports,) if isinstance(transports, str) else transports
-    token = None if token_file is None else read_token(token_file)
-    tls = Tls.of(cert_file, key_file, ca_file)
-    version = _version(arrays, own, checksums, not {*ways.ON_DEVICES}.isdisjoint(transports))
-    given: dict[str, Any] = {"token": token, "tls": tls, "checksums": checksums}
+    how = PeerOptions() if peer is None else peer
+    if not isinstance(how, PeerOptions):  # pyright: ignore[reportUnnecessaryIsInstance]
+        what, expected = "peer must be an mfload.PeerOptions", "mfload.PeerOptions(…)"
+        raise errors.UsageError(what, expected=expected, found=repr(how))
+    transports = ways.DEFAULT if how.transports is None else how.transports
+    token, tls = credentials(how)
+    version = _version(arrays, own, how.checksums, not {*ways.ON_DEVICES}.isdisjoint(transports))
+    given: dict[str, Any] = {"token": token, "tls": tls, "checksums": how.checksums}
     if run is None and _of_files(arrays):
         run = version.content  # All that hold the same are of one run.
     if run is None:
         run = _run(model, revision, part[1])
     given |= {"part": part, "run": run, "generation": generation, "metadata": own}
-    seed = Seed(version, model, revision, address, transports=transports, **given)
-    if planner is not None:
+    seed = Seed(version, model, revision, how.address, transports=transports, **given)
+    if how.planner is not None:
         try:
-            seed.register(connect(planner, token=token, tls=tls), max_readers)
+            seed.register(connect(how.planner, token=token, tls=tls), max_readers)
         except BaseException:
             seed.close()
             raise
@@ -534,19 +524,9 @@ def publish_loaded(
     what = PeerUrl.of(url)
     if run is None:  # Files have none.
         arrays = _version(arrays, {}, options.checksums, devices=False)
-    seed = publish(
-        arrays,
-        model=what.model,
-        revision=what.revision or "",
-        address=options.address,
-        token_file=options.token_file,
-        cert_file=options.cert_file,
-        key_file=options.key_file,
-        ca_file=options.ca_file if options.cert_file is not None else None,
-        checksums=options.checksums,
-        run=run,
-        generation=generation,
-    )
+    own = replace(options, planner=None, transports=None)  # A planner may be gone; see below.
+    named: Any = {"model": what.model, "revision": what.revision or "", "run": run}
+    seed = publish(arrays, **named, generation=generation, peer=own)
     _loaded.append(seed)
     if options.planner is not None:
         token, tls = credentials(options)

@@ -12,7 +12,9 @@ from mfload.dtypes import DType
 from mfload.index import Columns, Index, TensorInfo
 
 Regex = str | re.Pattern[str]
-"""A regular expression, which is searched for in names."""
+"""A regular expression. To choose tensors it is searched for in their names, so that a part of a
+name is enough; `^` and `$` bind it to the ends. To rename them, in a key map, it must match the
+whole name, which is replaced. Of pairs that choose, the first whose regex is found counts."""
 
 Names = Regex | Iterable[str] | Callable[[str], bool] | None
 _UNCONVERTED = {"scale", "packed", "unknown"}  # Kinds of dtypes.
@@ -203,8 +205,11 @@ def holds(wanted: DType, given: DType) -> bool:
     return wanted.bits > given.bits or (wanted.kind == given.kind and wanted.bits == given.bits)
 
 
-def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
-    """A user's regular expression; raises UsageError if it is malformed, or one of bytes."""
+def compiled(pattern: Regex, argument: str = "") -> re.Pattern[str]:
+    """A user's regular expression; raises UsageError if it is malformed, or one of bytes.
+
+    `argument`: what an error names.
+    """
     try:
         compiled = re.compile(pattern)
         compiled.search("")  # One of bytes matches no name.
@@ -214,6 +219,6 @@ def compiled(pattern: str | re.Pattern[str]) -> re.Pattern[str]:
         if isinstance(error, TypeError):
             hint = "; give a string, in rules as (regex, value)"
         raise errors.UsageError(
-            f"malformed regular expression: {error}{hint}",
+            f"malformed regular expression{argument and f' in {argument}'}: {error}{hint}",
             found=str(pattern),
         ) from None

@@ -238,7 +238,7 @@ def test_any_layout(
 
 
 def test_a_manifest_goes_along(source: Path, target: Path) -> None:
-    mfload.verify(source, checksums="write")
+    mfload.verify(source, mode="write")
     old = Manifest.read(source.with_name("model.safetensors.checksums.json"))
     done = mfload.align(source, target)
     assert "checksums written" in done.notes[-1]
@@ -246,9 +246,9 @@ def test_a_manifest_goes_along(source: Path, target: Path) -> None:
     assert made.tensors == old.tensors
     assert made.files.keys() == old.files.keys()
     assert made.files != old.files
-    assert mfload.verify(target, checksums="check").checked[-1] == "sha256"
+    assert mfload.verify(target, mode="check").checked[-1] == "sha256"
     mfload.align(source, overwrite=True)
-    assert mfload.verify(source, checksums="check").ok
+    assert mfload.verify(source, mode="check").ok
     assert Manifest.read(source.with_name("model.safetensors.checksums.json")) == made
 
 
@@ -257,7 +257,7 @@ def test_a_manifest_goes_along(source: Path, target: Path) -> None:
 def test_a_manifest_of_one_algorithm(
     algorithm: Any, in_place: bool, source: Path, target: Path
 ) -> None:
-    mfload.verify(source, checksums="write", algorithm=algorithm)
+    mfload.verify(source, mode="write", checksums=algorithm)
     raw = bytearray(source.read_bytes())
     options: dict[str, Any] = {"overwrite": True} if in_place else {"target": target}
     source.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
@@ -268,7 +268,7 @@ def test_a_manifest_of_one_algorithm(
     (path, *_) = mfload.align(source, **options).files
     made = Manifest.read(Path(path).with_name("model.safetensors.checksums.json"))
     assert (made.hashed, bool(made.files)) == (algorithm == "xxh3", algorithm == "sha256")
-    assert mfload.verify(path, checksums="check").data_checked
+    assert mfload.verify(path, mode="check").data_checked
 
 
 def test_small_tensors_are_written_together(
@@ -295,16 +295,16 @@ def test_small_tensors_are_written_together(
 
 
 def test_shards_with_a_manifest(shards: Path) -> None:
-    mfload.verify(shards, checksums="write")
+    mfload.verify(shards, mode="write")
     for options in ({}, {"max_shard_size": "300kB"}, {"max_shard_size": "1GB"}):
         mfload.align(shards, overwrite=True, **as_options(options))  # type: ignore[arg-type]
-        found = mfload.verify(shards, checksums="check")
+        found = mfload.verify(shards, mode="check")
         assert found.ok, str(found)
         assert "other files" not in str(found)
 
 
 def test_a_source_that_is_damaged_is_not_copied(source: Path, target: Path) -> None:
-    mfload.verify(source, checksums="write")
+    mfload.verify(source, mode="write")
     raw = bytearray(source.read_bytes())
     raw[-1] ^= 1
     source.write_bytes(raw)
@@ -321,7 +321,7 @@ def test_what_the_disk_gives_back_is_compared(
     sums: bool, source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if sums:
-        mfload.verify(source, checksums="write")
+        mfload.verify(source, mode="write")
     real = Draft.write
     before = source.read_bytes()
 
@@ -485,7 +485,7 @@ ALIGNING = """
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="what is promised, on Linux")
 def test_a_kill_in_place_leaves_the_whole_of_it(shards: Path) -> None:
-    mfload.verify(shards, checksums="write")
+    mfload.verify(shards, mode="write")
     known = Manifest(Manifest.read(shards / "model.safetensors.checksums.json").tensors)
     (shards / "model.safetensors.checksums.json").unlink()
     chance = random.Random()
@@ -499,7 +499,7 @@ def test_a_kill_in_place_leaves_the_whole_of_it(shards: Path) -> None:
         time.sleep(chance.uniform(0, 0.2))
         child.kill()
         child.communicate()
-        found = mfload.verify(shards, checksums="check", manifest=known)
+        found = mfload.verify(shards, mode="check", manifest=known)
         assert found.ok, str(found)
     mfload.align(shards, overwrite=True, max_shard_size="1GB")
     assert _names(shards) == {"model.safetensors"}
@@ -577,7 +577,7 @@ def test_a_hubs_download_that_is_replaced_is_not_called_damaged(source: Path) ->
         (records / f"{source.name}.metadata").write_text(text)
         assert mfload.verify(source, sha256="auto").ok == (target is None)
         mfload.align(source, target, overwrite=True)
-        assert mfload.verify(source, checksums="write", overwrite=True).ok
+        assert mfload.verify(source, mode="write", overwrite=True).ok
         found = mfload.verify(source, sha256="auto")
         assert [each.what for each in found.problems] == ["no SHA-256 is known of the file"]
 
@@ -586,7 +586,7 @@ def test_a_hubs_download_that_is_replaced_is_not_called_damaged(source: Path) ->
 def test_a_stop_at_the_stroke_leaves_no_stale_manifest(
     when: str, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mfload.verify(source, checksums="write")
+    mfload.verify(source, mode="write")
     real = aligning.SaveTarget.publish
 
     def publish(*args: Any) -> Any:
@@ -597,14 +597,14 @@ def test_a_stop_at_the_stroke_leaves_no_stale_manifest(
     monkeypatch.setattr(aligning.SaveTarget, "publish", publish)
     with pytest.raises(ZeroDivisionError):
         mfload.align(source, overwrite=True)
-    assert mfload.verify(source, checksums="check").ok
+    assert mfload.verify(source, mode="check").ok
 
 
 @pytest.mark.parametrize("algorithm", ["xxh3", "sha256", "both"])
 def test_a_manifest_stays_if_nothing_is_published(
     algorithm: Any, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mfload.verify(source, checksums="write", algorithm=algorithm)
+    mfload.verify(source, mode="write", checksums=algorithm)
     before = _bytes(source.parent)
     monkeypatch.setattr(aligning.SaveTarget, "publish", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -615,7 +615,7 @@ def test_a_manifest_stays_if_nothing_is_published(
 def test_a_manifest_that_can_t_be_written_at_the_end(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mfload.verify(source, checksums="write")
+    mfload.verify(source, mode="write")
 
     real = Draft.publish
 
@@ -632,7 +632,7 @@ def test_a_manifest_that_can_t_be_written_at_the_end(
 
 
 def test_another_file_by_the_manifest_s_name_is_not_replaced(source: Path, target: Path) -> None:
-    mfload.verify(source, checksums="write")
+    mfload.verify(source, mode="write")
     (target / "model.safetensors.checksums.json").write_text("{}")
     for overwrite in (False, True):
         with pytest.raises(errors.TargetExistsError):

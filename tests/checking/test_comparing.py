@@ -402,7 +402,7 @@ def test_what_is_stored_otherwise_is_compared_within_the_limit(tmp_path: Path, k
     buffers.peak_bytes(reset=True)
     (change,) = mfload.diff(a, b, options=options).changed
     assert (change.name, change.differing, change.at) == (name, 1, (2900, 3))
-    found = mfload.verify(a, against=b, checksums="never", options=options)
+    found = mfload.verify(a, against=b, checksums=False, options=options)
     assert buffers.peak_bytes() <= limit + (4 << 20)  # What decoders hold comes on top.
     assert "[2900, 3]" in str(found)
     assert not found.ok

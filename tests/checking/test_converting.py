@@ -131,7 +131,7 @@ def test_some_of_the_tensors(tmp_path: Path) -> None:
     x = np.arange(12.0).reshape(3, 4)
     state = {"params": {"w": x, "b": [x[0], x[1]]}, "opt": [x, x], "step": 3}
     mfload.save(state, f"{tmp_path}/in/", max_shard_size=100, metadata={"who": "me"})
-    mfload.verify(tmp_path / "in", checksums="write")
+    mfload.verify(tmp_path / "in", mode="write")
     done = mfload.convert(tmp_path / "in", tmp_path / "p.safetensors", names="^params")
     assert done.files == (str(tmp_path / "p.safetensors"),)
     found = mfload.restore(tmp_path / "p.safetensors", framework="numpy")
@@ -141,7 +141,7 @@ def test_some_of_the_tensors(tmp_path: Path) -> None:
     with safetensors.safe_open(tmp_path / "p.safetensors", "numpy") as opened:
         assert sorted(opened.keys()) == ["params.b.0", "params.b.1", "params.w"]
         assert opened.metadata()["who"] == "me"
-    assert mfload.verify(tmp_path / "p.safetensors", checksums="check").ok
+    assert mfload.verify(tmp_path / "p.safetensors", mode="check").ok
     np.savez(tmp_path / "c.npz", good=np.asfortranarray(x), bad=np.zeros(3, np.complex128))
     mfload.convert(tmp_path / "c.npz", tmp_path / "c.safetensors", names=["good"])
     assert (mfload.load(tmp_path / "c.safetensors", "numpy")["good"] == x).all()
@@ -150,9 +150,9 @@ def test_some_of_the_tensors(tmp_path: Path) -> None:
 
 
 def test_manifests_go_along(source: Path, tmp_path: Path) -> None:
-    mfload.verify(source, checksums="write", algorithm="both")
+    mfload.verify(source, mode="write", checksums="both")
     mfload.convert(source, tmp_path / "out.safetensors")
-    assert mfload.verify(tmp_path / "out.safetensors", checksums="check").ok
+    assert mfload.verify(tmp_path / "out.safetensors", mode="check").ok
     with source.open("r+b") as file:
         file.seek(source.stat().st_size // 2)
         byte = file.read(1)

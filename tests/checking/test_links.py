@@ -65,41 +65,41 @@ class TestOneFile:
         at = _only_manifest(tmp_path)
         for each in WAYS.values():
             _remove_links(tmp_path)
-            found = mfload.verify(each(tmp_path), checksums="check")
+            found = mfload.verify(each(tmp_path), mode="check")
             assert found.ok
             assert found.manifest == str(at)
             assert {"checksums", "sha256"} <= {*found.checked}
 
     def test_a_manifest_that_verify_writes(self, way: str, real: Path, tmp_path: Path) -> None:
         path = WAYS[way](tmp_path)
-        assert mfload.verify(path, checksums="write").manifest == str(_only_manifest(tmp_path))
-        assert mfload.verify(path, checksums="check").ok
-        assert mfload.verify(real, checksums="check").ok
+        assert mfload.verify(path, mode="write").manifest == str(_only_manifest(tmp_path))
+        assert mfload.verify(path, mode="check").ok
+        assert mfload.verify(real, mode="check").ok
         with pytest.raises(errors.TargetExistsError):
-            mfload.verify(path, checksums="write")
+            mfload.verify(path, mode="write")
         assert [*Manifest.read(_only_manifest(tmp_path)).files] == ["real.safetensors"]
 
     def test_align_in_place(self, way: str, real: Path, tmp_path: Path) -> None:
         path = WAYS[way](tmp_path)
-        mfload.verify(real, checksums="write")
+        mfload.verify(real, mode="write")
         before = real.read_bytes()
         aligned = mfload.align(path, overwrite=True)
         assert aligned.files == (str(real),)
         assert real.read_bytes() != before
         assert _files(tmp_path) == {"there/real.safetensors", *_manifests(tmp_path)}
-        assert mfload.verify(path, checksums="check").ok
+        assert mfload.verify(path, mode="check").ok
 
     def test_convert(self, way: str, real: Path, tmp_path: Path) -> None:
         path = WAYS[way](tmp_path)
         source = samples.save(tmp_path / "source.safetensors", NEW)
-        mfload.verify(source, checksums="write")
+        mfload.verify(source, mode="write")
         converted = mfload.convert(source, path, overwrite=True)
         assert converted.files == (str(real),)
-        assert mfload.verify(path, checksums="check").ok
+        assert mfload.verify(path, mode="check").ok
         assert mfload.diff(path, source).equal
         # And from there, with its manifest.
         mfload.convert(path, tmp_path / "out.safetensors")
-        assert mfload.verify(tmp_path / "out.safetensors", checksums="check").ok
+        assert mfload.verify(tmp_path / "out.safetensors", mode="check").ok
 
 
 def _manifests(root: Path) -> list[str]:
@@ -128,14 +128,14 @@ class TestSeveralFiles:
     def test_all_of_them_elsewhere(self, shards: Path, tmp_path: Path) -> None:
         for path in shards.iterdir():
             _target(tmp_path / "links" / path.name, str(path))
-        written = mfload.verify(tmp_path / "links", checksums="write")
+        written = mfload.verify(tmp_path / "links", mode="write")
         assert written.manifest == str(_only_manifest(tmp_path))
         for each in (
             shards,
             tmp_path / "links",
             tmp_path / "links" / "model.safetensors.index.json",
         ):
-            found = mfload.verify(each, checksums="check")
+            found = mfload.verify(each, mode="check")
             assert (found.ok, found.notes[1:]) == (True, ())
 
     @pytest.mark.parametrize("moved", ["index", "shards", "one"])
@@ -148,11 +148,11 @@ class TestSeveralFiles:
                 place.parent.mkdir()
                 path.rename(place)
                 path.symlink_to(place)
-        written = mfload.verify(shards, checksums="write")
+        written = mfload.verify(shards, mode="write")
         assert written.manifest == str(_only_manifest(tmp_path))
         (tmp_path / "also").symlink_to("there")
         for each in (shards, tmp_path / "also"):
-            assert mfload.verify(each, checksums="check").ok
+            assert mfload.verify(each, mode="check").ok
         before = _files(tmp_path)
         with pytest.raises(errors.TargetError, match="through a symbolic link"):
             mfload.align(shards, overwrite=True)
@@ -194,7 +194,7 @@ class TestACacheOfBlobs:
     def test_a_manifest_lies_in_the_snapshot(self, snapshots: list[Path]) -> None:
         first, second = snapshots
         blobs = _blobs(first)
-        written = mfload.verify(first, checksums="write")
+        written = mfload.verify(first, mode="write")
         assert written.ok
         assert os.path.dirname(str(written.manifest)) == str(first)
         assert [name for name in os.listdir(first) if name.endswith(".checksums.json")] == [
@@ -203,9 +203,9 @@ class TestACacheOfBlobs:
         assert {*Manifest.read(str(written.manifest)).files} == {
             name for name in os.listdir(first) if name.endswith(".safetensors")
         }
-        assert mfload.verify(first, checksums="check").ok
+        assert mfload.verify(first, mode="check").ok
         with pytest.raises(errors.SourceNotFoundError):
-            mfload.verify(second, checksums="check")
+            mfload.verify(second, mode="check")
         assert _blobs(first) == blobs
 
     @pytest.mark.parametrize("call", ["save", "convert", "align"])
@@ -216,16 +216,16 @@ class TestACacheOfBlobs:
         if call == "save":
             done: mfload.Saved = mfload.save(NEW, first, checksums=True, **given)
         elif call == "align":
-            mfload.verify(first, checksums="write")
+            mfload.verify(first, mode="write")
             done = mfload.align(first, **given)
         else:
             samples.save(first.parent.parent / "source.safetensors", NEW)
             done = mfload.convert(first.parent.parent / "source.safetensors", first, **given)
-            mfload.verify(first, checksums="write")
+            mfload.verify(first, mode="write")
         arrays = OLD if call == "align" else NEW
         samples.assert_same(mfload.load(first, framework="numpy"), arrays)
         samples.assert_same(mfload.load(second, framework="numpy"), OLD)
-        assert mfload.verify(first, checksums="check").ok
+        assert mfload.verify(first, mode="check").ok
         assert mfload.verify(second, sha256="auto").ok
         assert _blobs(first) == blobs
         assert not any(os.path.islink(file) for file in done.files)
@@ -237,10 +237,10 @@ class TestACacheOfBlobs:
         mfload.save(OLD, f"{tmp_path}/made/", checksums=True)
         first, second = _snapshots(tmp_path, tmp_path / "made")
         blobs = _blobs(first)
-        assert mfload.verify(first, checksums="check").ok
+        assert mfload.verify(first, mode="check").ok
         mfload.save(NEW, first, checksums=True, overwrite=True)
         for each in (first, second):
-            assert mfload.verify(each, checksums="check").ok
+            assert mfload.verify(each, mode="check").ok
         assert _blobs(first) == blobs
 
     def test_the_hub_s_client_still_knows_its_cache(self, snapshots: list[Path]) -> None:
@@ -271,9 +271,9 @@ def test_a_loop_and_what_is_no_path_have_their_own_errors(tmp_path: Path) -> Non
         with pytest.raises(errors.TargetError, match="Too many levels of symbolic links"):
             mfload.save(NEW, loop, checksums=checksums, overwrite=True)
     for checksums in ("auto", "check"):
-        assert not mfload.verify(loop, checksums=checksums).ok
+        assert not mfload.verify(loop, mode=checksums).ok
         with pytest.raises(errors.SourceError):
-            mfload.verify(f"{tmp_path}/a\0b/model.safetensors", checksums=checksums)
+            mfload.verify(f"{tmp_path}/a\0b/model.safetensors", mode=checksums)
     with pytest.raises(errors.SourceError):
         mfload.align(loop, overwrite=True)
 
@@ -281,9 +281,9 @@ def test_a_loop_and_what_is_no_path_have_their_own_errors(tmp_path: Path) -> Non
 def test_a_manifest_is_replaced_where_its_link_leads(tmp_path: Path) -> None:
     path, real, link = (tmp_path / name for name in ("m.safetensors", "real.json", "link.json"))
     mfload.save({"a": np.ones(3)}, path)
-    mfload.verify(path, checksums="write", manifest=real)
+    mfload.verify(path, mode="write", manifest=real)
     link.symlink_to(real.name)
     mfload.save({"a": np.zeros(3)}, path, overwrite=True)
-    assert mfload.verify(path, checksums="write", manifest=link, overwrite=True).ok
+    assert mfload.verify(path, mode="write", manifest=link, overwrite=True).ok
     assert link.is_symlink()
-    assert mfload.verify(path, checksums="check", manifest=real).ok
+    assert mfload.verify(path, mode="check", manifest=real).ok

@@ -57,7 +57,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, Manifest]:
     path = samples.save(tmp_path_factory.mktemp("checking") / "m.safetensors", MODEL)
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     return path.read_bytes(), Manifest.read(path.with_name("m.safetensors.checksums.json"))
 
 
@@ -339,7 +339,7 @@ def test_the_file_is_read_once(
     raw, _ = made
     path = tmp_path / "m.safetensors"
     path.write_bytes(raw)
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     manifest = path.with_name("m.safetensors.checksums.json")
     options, counts = mfload.Options(engine=engine), []
     for given in (None, manifest):
@@ -358,7 +358,7 @@ def test_the_time_runs_out_while_the_manifest_is_read(
 ) -> None:
     """A server may hang, and is waited for longer than that."""
     path = samples.save(tmp_path / "m.safetensors", MODEL)
-    beside = mfload.verify(path, checksums="write").manifest
+    beside = mfload.verify(path, mode="write").manifest
     release = threading.Event()
 
     def read(_: Any) -> Manifest:
@@ -367,7 +367,7 @@ def test_the_time_runs_out_while_the_manifest_is_read(
 
     monkeypatch.setattr(Manifest, "read", staticmethod(read))
     options, start = mfload.Options(timeout=0.1), time.monotonic()
-    given: dict[str, Any] = {"checksums": "check"} if call == "check" else {"manifest": beside}
+    given: dict[str, Any] = {"mode": "check"} if call == "check" else {"manifest": beside}
     done: Any = partial(mfload.verify, path, **given, options=options)
     if call == "load":
         done = partial(mfload.load, path, "numpy", verify=beside, options=options)

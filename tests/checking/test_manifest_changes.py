@@ -45,12 +45,12 @@ def _write(way: str, path: Path) -> None:
         case "save shards":
             mfload.save(NEW, path, overwrite=True, checksums=True, max_shard_size=800)
         case "verify":
-            mfload.verify(path, checksums="write", overwrite=True)
+            mfload.verify(path, mode="write", overwrite=True)
         case "align":
             mfload.align(path, overwrite=True, align=64)
         case "convert":
             np.savez(source, allow_pickle=False, **NEW)
-            mfload.verify(source, checksums="write")
+            mfload.verify(source, mode="write")
             mfload.convert(source, path, overwrite=True)
         case _:
             raise AssertionError(way)
@@ -82,7 +82,7 @@ def test_the_name_of_a_manifest_is_synced(
     _write(way, path)
     at = max(n for n, each in enumerate(events) if each.endswith(".checksums.json"))
     assert events[at + 1] == "sync", events
-    assert mfload.verify(tmp_path if "shards" in way else path, checksums="check").ok
+    assert mfload.verify(tmp_path if "shards" in way else path, mode="check").ok
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def test_no_failure_leaves_a_manifest_beside_other_data(
         # The next save finds its way, and leaves nothing of this one.
         mfload.save(NEW, path, overwrite=True, checksums=True)
         assert not _hidden(directory)
-        assert mfload.verify(path, checksums="check").ok
+        assert mfload.verify(path, mode="check").ok
         assert first in (0.0, 1.0)
         calls += 1
     assert calls > 3
@@ -174,7 +174,7 @@ def test_a_full_disk_changes_nothing(
     with pytest.raises(errors.TargetError, match="No space left"):
         _write(way, path)
     assert (tmp_path / "model.safetensors.checksums.json").read_bytes() == before
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
     samples.assert_same(mfload.load(path, "numpy"), OLD)
     assert not _hidden(tmp_path)
 
@@ -188,9 +188,9 @@ def test_a_name_that_is_too_long(tmp_path: Path) -> None:
                 mfload.save(NEW, given, checksums=True, overwrite=overwrite, max_shard_size=limit)
             assert os.listdir(tmp_path) == []
     mfload.save(NEW, path, checksums=True)
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
     with pytest.raises(errors.TargetError, match="name too long"):
-        mfload.verify(path, checksums="write", manifest=at)
+        mfload.verify(path, mode="write", manifest=at)
     assert not _hidden(tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_a_link_to_a_manifest_is_followed(tmp_path: Path) -> None:
     link.symlink_to(kept)
     for data in (OLD, NEW):
         mfload.save(data, path, overwrite=True)
-        assert mfload.verify(path, checksums="write", manifest=link, overwrite=True).ok
+        assert mfload.verify(path, mode="write", manifest=link, overwrite=True).ok
         assert link.is_symlink()
         assert mfload.verify(path, manifest=kept).ok
 
@@ -291,7 +291,7 @@ def test_formats_without_a_header_have_an_identity(suffix: str, tmp_path: Path) 
             np.save(path, np.concatenate(arrays))
 
     write(OLD["a"])
-    mfload.verify(path, checksums="write", manifest=at)
+    mfload.verify(path, mode="write", manifest=at)
     assert mfload.verify(path, manifest=at).ok
     assert Manifest.read(at).identity.keys() == {path.name}
     write(NEW["a"], NEW["b"])
@@ -311,7 +311,7 @@ def test_threads_that_write_one_manifest(tmp_path: Path) -> None:
     def write() -> None:
         try:
             for _ in range(15):
-                assert mfload.verify(path, checksums="write", overwrite=True).ok
+                assert mfload.verify(path, mode="write", overwrite=True).ok
         except BaseException as error:
             failed.append(error)
 
@@ -335,14 +335,14 @@ def test_what_a_killed_writer_of_a_manifest_left_goes(then: str, tmp_path: Path)
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:
-        mfload.verify(path, checksums="write")
+        mfload.verify(path, mode="write")
         patch.setattr(os, "link", link)
         patch.setattr(os, "unlink", lambda *_: None)
         with pytest.raises(KeyboardInterrupt):
-            mfload.verify(path, checksums="write", overwrite=True)
+            mfload.verify(path, mode="write", overwrite=True)
     assert _hidden(tmp_path)
     if then == "verify":
-        mfload.verify(path, checksums="write", overwrite=True)
+        mfload.verify(path, mode="write", overwrite=True)
     else:
         mfload.save(NEW, path, overwrite=True)
     assert not _hidden(tmp_path)
@@ -376,7 +376,7 @@ def test_a_failed_convert_keeps_the_manifest_of_its_target(
     np.savez(source, allow_pickle=False, **NEW)
     for sums in (False, True):
         if sums:
-            mfload.verify(source, checksums="write")
+            mfload.verify(source, mode="write")
         with monkeypatch.context() as patch:
             real = Draft.publish
 
@@ -388,7 +388,7 @@ def test_a_failed_convert_keeps_the_manifest_of_its_target(
             patch.setattr(Draft, "publish", publish)
             with pytest.raises(errors.TargetError):
                 mfload.convert(source, path, overwrite=True)
-        assert mfload.verify(path, checksums="check").ok
+        assert mfload.verify(path, mode="check").ok
         samples.assert_same(mfload.load(path, "numpy"), OLD)
         assert not _hidden(tmp_path)
 
@@ -432,7 +432,7 @@ def test_beside_another_writer_nothing_is_damaged(tmp_path: Path) -> None:
     said = [each for each in said if "another process is writing" not in each]
     changed = "since its header was read"
     assert not [each for each in said if changed not in each], said
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
 
 
 def test_what_the_disk_gives_back_is_what_is_damaged(
@@ -453,7 +453,7 @@ def test_what_the_disk_gives_back_is_what_is_damaged(
             mfload.save(NEW, path, checksums=algorithm, overwrite=True)  # type: ignore[arg-type]
         assert info.value.file == os.fspath(path)
     monkeypatch.undo()
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
     samples.assert_same(mfload.load(path, "numpy"), OLD)
 
 
@@ -495,7 +495,7 @@ def test_an_old_manifest_that_goes_by_itself(
 
     monkeypatch.setattr(os, "rename", rename)
     mfload.save(NEW, path, overwrite=True, checksums=True)
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
 
 
 def test_sums_of_data_that_was_replaced_are_not_written(
@@ -511,9 +511,9 @@ def test_sums_of_data_that_was_replaced_are_not_written(
 
     monkeypatch.setattr(publishing, "write_manifest", late)
     with pytest.raises(errors.SourceChangedError):
-        mfload.verify(path, checksums="write", overwrite=True)
+        mfload.verify(path, mode="write", overwrite=True)
     monkeypatch.undo()
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
     assert not _hidden(tmp_path)
 
 
@@ -529,8 +529,8 @@ def test_a_manifest_that_another_writer_removes_meanwhile(
         return real(name)
 
     monkeypatch.setattr(manifest_files, "is_manifest", late)
-    assert mfload.verify(path, checksums="write", overwrite=True).ok
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="write", overwrite=True).ok
+    assert mfload.verify(path, mode="check").ok
 
 
 def test_a_replaced_checkpoint_is_not_called_damaged(
@@ -569,7 +569,7 @@ def test_beside_private_data_a_manifest_is_private(way: str, tmp_path: Path) -> 
     if way == "save":
         mfload.save(NEW, path, checksums=True, overwrite=True)
     else:
-        mfload.verify(path, checksums="write")
+        mfload.verify(path, mode="write")
     assert stat.S_IMODE(_manifest(tmp_path).stat().st_mode) == 0o600
 
 
@@ -592,7 +592,7 @@ def test_a_manifest_that_can_t_be_read_is_one(
         with pytest.raises(errors.TargetError, match="Permission denied"):
             mfload.save(NEW, path, overwrite=True, checksums=sums)
     with pytest.raises(errors.TargetError, match="Permission denied"):
-        mfload.verify(path, checksums="write", overwrite=True)
+        mfload.verify(path, mode="write", overwrite=True)
     monkeypatch.undo()
     assert at.read_bytes() == before
     # A link that leads nowhere, or to where nothing may be looked at, is no missing manifest.

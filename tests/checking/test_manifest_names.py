@@ -68,10 +68,10 @@ def test_each_of_many_is_found_again(
         path = directory / name
         if limit is not None:
             path = directory / (name.removesuffix(".safetensors") + INDEX_SUFFIX)
-        found = mfload.verify(path, checksums="check")
+        found = mfload.verify(path, mode="check")
         assert found.ok, found
         assert os.path.basename(found.manifest or "") == manifests.named(name)
-        part = mfload.verify(path, checksums="check", manifest=found.manifest, algorithm=algorithm)
+        part = mfload.verify(path, mode="check", manifest=found.manifest, checksums=algorithm)
         assert part.ok, part
 
 
@@ -88,7 +88,7 @@ _OLD = {
 def test_old_names_are_read(name: str, algorithm: Any, tmp_path: Path) -> None:
     path, old = _written(tmp_path, name), tmp_path / f"{_OLD[name]}.checksums.json"
     _write_old(path, old, algorithm)
-    found = mfload.verify(path, checksums="check")
+    found = mfload.verify(path, mode="check")
     assert (found.ok, found.manifest) == (True, os.fspath(old))
     assert mfload.verify(tmp_path).manifest == os.fspath(old)
     with _damaged(path):
@@ -96,12 +96,12 @@ def test_old_names_are_read(name: str, algorithm: Any, tmp_path: Path) -> None:
     # One manifest for one data: a new one takes the place of the old one.
     if old.name != manifests.named(name):
         with pytest.raises(errors.TargetExistsError) as info:
-            mfload.verify(path, checksums="write")
+            mfload.verify(path, mode="write")
         assert info.value.file == os.fspath(old)
-    written = mfload.verify(path, checksums="write", overwrite=True)
+    written = mfload.verify(path, mode="write", overwrite=True)
     assert written.manifest == os.fspath(tmp_path / manifests.named(name))
     assert os.listdir(tmp_path).count(old.name) == (old.name == manifests.named(name))
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
 
 
 @pytest.mark.parametrize("algorithm", ["both", "xxh3", "sha256"])
@@ -114,7 +114,7 @@ def test_the_old_manifest_of_another_is_passed_over(algorithm: Any, tmp_path: Pa
     assert found.manifest is None
     assert "is for other files and was not used" in "\n".join(found.notes)
     with pytest.raises(errors.SourceNotFoundError, match="is for other files"):
-        mfload.verify(second, checksums="check")
+        mfload.verify(second, mode="check")
     done = mfload.convert(second, tmp_path / "new" / "x.safetensors")
     assert "is for other files" in "\n".join(done.notes)
     assert os.listdir(tmp_path / "new") == ["x.safetensors"]
@@ -122,7 +122,7 @@ def test_the_old_manifest_of_another_is_passed_over(algorithm: Any, tmp_path: Pa
     assert (mfload.verify(first).manifest is None) == (algorithm == "xxh3")
     # Nor does it stand in the way, nor go.
     mfload.save(_arrays(3), second, overwrite=True, checksums=True)
-    assert mfload.verify(second, checksums="check").ok
+    assert mfload.verify(second, mode="check").ok
     assert old.exists()
 
 
@@ -147,7 +147,7 @@ def test_a_shard_and_the_manifest_of_its_set(algorithm: Any, tmp_path: Path) -> 
     at = tmp_path / "model.safetensors.checksums.json"
     for source in (shards[0], [shards[0]], os.fspath(shards[1])):
         for options in ({"manifest": at}, {}):
-            found = mfload.verify(source, checksums="check", **options)  # type: ignore[arg-type]
+            found = mfload.verify(source, mode="check", **options)  # type: ignore[arg-type]
             assert found.ok, found
             assert found.manifest == os.fspath(at)
             assert found.data_checked
@@ -156,16 +156,16 @@ def test_a_shard_and_the_manifest_of_its_set(algorithm: Any, tmp_path: Path) -> 
         assert mfload.load(shards[0], "numpy", verify=at).keys() == {"a"}
     out = tmp_path / "out" / "one.safetensors"
     mfload.convert(shards[0], out)
-    assert mfload.verify(out, checksums="check").ok
+    assert mfload.verify(out, mode="check").ok
     # Its own manifest is another than that of the set.
-    made = mfload.verify(shards[0], checksums="write", overwrite=True).manifest
+    made = mfload.verify(shards[0], mode="write", overwrite=True).manifest
     assert made == f"{shards[0]}.checksums.json"
     # Damage is found, and so is a shard that is gone.
     with _damaged(shards[1]):
         assert not mfload.verify(shards[1]).ok
     assert mfload.verify(tmp_path).ok
     index.unlink()
-    assert mfload.verify(tmp_path, checksums="check").ok
+    assert mfload.verify(tmp_path, mode="check").ok
     shards[1].unlink()
     found = mfload.verify(tmp_path)
     assert found.manifest == made
@@ -188,15 +188,15 @@ def test_a_shard_beside_the_single_file_that_replaced_its_set(
     assert found.ok
     assert found.manifest is None
     assert "is for other files" in "\n".join(found.notes)
-    mfload.verify(shard, checksums="write")
-    assert mfload.verify(shard, checksums="check").ok
-    assert mfload.verify(path, checksums="check").ok
+    mfload.verify(shard, mode="write")
+    assert mfload.verify(shard, mode="check").ok
+    assert mfload.verify(path, mode="check").ok
 
 
 def test_a_lost_file_of_a_directory_is_told(tmp_path: Path) -> None:
     for number in range(3):
         mfload.save({f"t{number}": np.ones(3)}, tmp_path / f"consolidated.0{number}.safetensors")
-    at = mfload.verify(tmp_path, checksums="write").manifest
+    at = mfload.verify(tmp_path, mode="write").manifest
     assert at == os.fspath(tmp_path / "checkpoint.checksums.json")
     (tmp_path / "consolidated.00.safetensors").unlink()
     assert not mfload.verify(tmp_path).ok
@@ -215,21 +215,21 @@ def test_lists_in_one_directory_have_a_manifest_each(tmp_path: Path) -> None:
         arrays: Any = {f"t{number}": np.full(3, number)}
         np.savez(path, **arrays)
     lists = [paths[:2], paths[2:], paths[1:3]]
-    written = [mfload.verify(each, checksums="write").manifest for each in lists]
+    written = [mfload.verify(each, mode="write").manifest for each in lists]
     assert len({*written}) == 3
-    assert [mfload.verify(each, checksums="check").manifest for each in lists] == written
+    assert [mfload.verify(each, mode="check").manifest for each in lists] == written
 
 
 def test_a_conversion_leaves_the_manifest_of_its_source(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", w=np.ones(5))
     for old in ("a.npz.checksums.json", "a.checksums.json"):
         at = tmp_path / old
-        mfload.verify(tmp_path / "a.npz", checksums="write", manifest=at)
+        mfload.verify(tmp_path / "a.npz", mode="write", manifest=at)
         raw = at.read_bytes()
         mfload.convert(tmp_path / "a.npz", tmp_path / "a.safetensors", overwrite=True)
         assert at.read_bytes() == raw
-        assert mfload.verify(tmp_path / "a.npz", checksums="check").manifest == os.fspath(at)
-        found = mfload.verify(tmp_path / "a.safetensors", checksums="check")
+        assert mfload.verify(tmp_path / "a.npz", mode="check").manifest == os.fspath(at)
+        found = mfload.verify(tmp_path / "a.safetensors", mode="check")
         assert found.manifest == os.fspath(tmp_path / "a.safetensors.checksums.json")
         at.unlink()
 
@@ -240,7 +240,7 @@ def test_an_old_manifest_goes_when_its_data_is_aligned(algorithm: Any, tmp_path:
     _write_old(path, old, algorithm)
     mfload.align(path, overwrite=True)
     assert sorted(os.listdir(tmp_path)) == ["m.safetensors", "m.safetensors.checksums.json"]
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
 
 
 @pytest.mark.parametrize("checksums", [False, True])
@@ -253,7 +253,7 @@ def test_an_old_manifest_goes_when_its_data_is_replaced(
     saved = mfload.save(arrays, tmp_path, max_shard_size=limit)
     path, old = saved.files[-1], tmp_path / "model.checksums.json"
     _write_old(path, old, algorithm)
-    assert mfload.verify(tmp_path, checksums="check").manifest == os.fspath(old)
+    assert mfload.verify(tmp_path, mode="check").manifest == os.fspath(old)
     arrays["w"] += 1
     saved = mfload.save(arrays, tmp_path, max_shard_size=limit, overwrite=True, checksums=checksums)
     assert not old.exists()
@@ -330,9 +330,9 @@ def test_the_manifest_of_several_files_goes_with_one(
     for n, file in enumerate(files, 1):
         mfload.save({f"w{n}": np.zeros(5)}, file)
     whole = files if listed else tmp_path
-    assert mfload.verify(whole, checksums="write").ok
+    assert mfload.verify(whole, mode="write").ok
     mfload.save({"x": np.zeros(5)}, tmp_path / "x/part3.safetensors")
-    assert mfload.verify(whole, checksums="check").ok
+    assert mfload.verify(whole, mode="check").ok
     mfload.save({f"w{number}": np.ones(5)}, files[number - 1], overwrite=True)
     found = mfload.verify(whole)
     assert found.ok, found
@@ -352,7 +352,7 @@ def test_an_old_manifest_that_names_no_files_is_in_no_way(tmp_path: Path) -> Non
 def test_no_manifest_of_an_earlier_shard_lies_by_a_new_one(before: str, tmp_path: Path) -> None:
     arrays = {name: np.full(5, n) for n, name in enumerate("ab")}
     mfload.save(arrays, tmp_path, max_shard_size=40)
-    assert mfload.verify(tmp_path / _FIRST, checksums="write").ok
+    assert mfload.verify(tmp_path / _FIRST, mode="write").ok
     for path in tmp_path.glob("*.safetensors*"):
         if not path.name.endswith(manifests.SUFFIX):
             path.unlink()
@@ -372,14 +372,14 @@ def test_a_name_without_an_end_may_be_an_old_manifest_s(tmp_path: Path) -> None:
     assert mfload.verify(second).manifest is None
     assert mfload.verify(first).manifest == os.fspath(old)
     for write in (
-        lambda: mfload.verify(second, checksums="write", overwrite=True),
+        lambda: mfload.verify(second, mode="write", overwrite=True),
         lambda: mfload.save(_arrays(2), second, checksums=True, overwrite=True),
     ):
         with pytest.raises(errors.TargetExistsError, match="of another checkpoint"):
             write()
     assert "ckpt.checksums.json" not in targets.look(targets.resolve(second)).manifests
-    mfload.verify(first, checksums="write", overwrite=True)
-    assert mfload.verify(second, checksums="write").ok
+    mfload.verify(first, mode="write", overwrite=True)
+    assert mfload.verify(second, mode="write").ok
 
 
 @pytest.mark.parametrize("algorithm", ["both", "xxh3", "sha256"])
@@ -387,11 +387,11 @@ def test_a_name_without_an_end_may_be_an_old_manifest_s(tmp_path: Path) -> None:
 def test_odd_names(stem: str, algorithm: Any, tmp_path: Path) -> None:
     path = os.path.join(tmp_path, stem + ".safetensors")
     mfload.save(_arrays(), path, checksums=algorithm)
-    found = mfload.verify(path, checksums="check")
+    found = mfload.verify(path, mode="check")
     assert found.ok, found
     assert found.data_checked
     mfload.align(path, overwrite=True)
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
     assert len(os.listdir(tmp_path)) == 2
     assert Manifest.read(found.manifest or "").files.keys() <= {
         manifests.as_text(os.path.basename(path))
@@ -415,7 +415,7 @@ def _written(directory: Path, name: str, number: int = 1) -> Path:
 
 def _write_old(path: str | Path, old: Path, algorithm: Any = "both") -> None:
     """Writes a manifest as earlier versions did."""
-    mfload.verify(path, checksums="write", manifest=old, algorithm=algorithm)
+    mfload.verify(path, mode="write", manifest=old, checksums=algorithm)
     table = json.loads(old.read_text())
     kept = ("algorithm", "tensors", "files")
     made = {"mfload_checksums": 1} | {key: table[key] for key in kept if key in table}

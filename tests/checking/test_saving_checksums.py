@@ -37,7 +37,7 @@ def test_which_algorithm(algorithm: Any, tmp_path: Path) -> None:
     mfload.save(MODEL, path, checksums=algorithm)
     made = Manifest.read(at)
     assert (made.hashed, bool(made.files)) == (algorithm != "sha256", algorithm != "xxh3")
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="check").ok
     with pytest.raises(errors.UsageError, match="did you mean 'xxh3'"):
         mfload.save(MODEL, tmp_path / "other.safetensors", checksums="xxh")  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "other.safetensors").exists()

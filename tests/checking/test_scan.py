@@ -215,7 +215,7 @@ def test_ranges_are_shown_in_parts(
 
 
 CALLS: dict[str, Callable[[Path, mfload.Options], Any]] = {
-    "verify": lambda path, how: mfload.verify(path, checksums="write", overwrite=True, options=how),
+    "verify": lambda path, how: mfload.verify(path, mode="write", overwrite=True, options=how),
     "diff": lambda path, how: mfload.diff(path, path, options=how),
     "convert": lambda path, how: mfload.convert(
         path, path.parent / "made.safetensors", overwrite=True, options=how

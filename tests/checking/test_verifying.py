@@ -73,7 +73,7 @@ def test_headers_alone_read_no_data(path: Path, monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("threads", [1, 8])
 def test_a_manifest_written_and_checked(threads: int, shards: Path) -> None:
-    written = mfload.verify(shards, checksums="write", options=mfload.Options(threads=threads))
+    written = mfload.verify(shards, mode="write", options=mfload.Options(threads=threads))
     assert written.ok
     assert written.checked == ("headers", "index", "checksums")
     at = shards / "model.safetensors.checksums.json"
@@ -86,13 +86,13 @@ def test_a_manifest_written_and_checked(threads: int, shards: Path) -> None:
         assert entry.size == file.stat().st_size
         assert entry.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     assert written.read_bytes == sum(file.stat().st_size for file in files)
-    checked = mfload.verify(shards, checksums="check", options=mfload.Options(threads=threads))
+    checked = mfload.verify(shards, mode="check", options=mfload.Options(threads=threads))
     assert checked.ok
     assert checked.checked == ("headers", "index", "checksums", "sha256")
     assert checked.read_bytes == written.read_bytes
     # The same tensors in one file have the same digests.
     one = samples.save(shards.parent / "one.safetensors", MODEL)
-    found = mfload.verify(one, checksums="check", manifest=at)
+    found = mfload.verify(one, mode="check", manifest=at)
     assert found.ok
     assert found.checked == ("headers", "checksums")
     assert "other files" in found.notes[-1]
@@ -103,8 +103,8 @@ def test_a_manifest_written_and_checked(threads: int, shards: Path) -> None:
 @pytest.mark.parametrize("algorithm", ["xxh3", "sha256"])
 def test_one_algorithm(algorithm: Any, threads: int, shards: Path) -> None:
     options = mfload.Options(threads=threads)
-    written = mfload.verify(shards, checksums="write", algorithm=algorithm, options=options)
-    both = mfload.verify(shards, checksums="write", manifest=shards / "both.json", options=options)
+    written = mfload.verify(shards, mode="write", checksums=algorithm, options=options)
+    both = mfload.verify(shards, mode="write", manifest=shards / "both.json", options=options)
     made, whole = Manifest.read(written.manifest or ""), Manifest.read(both.manifest or "")
     hashed = algorithm == "xxh3"
     assert made.tensors == {
@@ -116,7 +116,7 @@ def test_one_algorithm(algorithm: Any, threads: int, shards: Path) -> None:
     # Whichever is asked for, what the manifest has is compared.
     for asked in ("both", algorithm):
         for known in ({}, {"manifest": shards / "both.json"}):
-            found = mfload.verify(shards, algorithm=asked, options=options, **known)
+            found = mfload.verify(shards, checksums=asked, options=options, **known)
             assert found.ok
             if asked == algorithm or not known:
                 assert found.checked == ("headers", "index", what)
@@ -126,19 +126,19 @@ def test_one_algorithm(algorithm: Any, threads: int, shards: Path) -> None:
     file = shards / "model-00002-of-00003.safetensors"
     _flip(file, file.stat().st_size - 1)
     for asked in ("both", algorithm):
-        (problem,) = mfload.verify(shards, algorithm=asked, options=options).problems
+        (problem,) = mfload.verify(shards, checksums=asked, options=options).problems
         assert problem.file == os.fspath(file)
         assert (problem.tensor is not None) == hashed
     other: Any = "sha256" if hashed else "xxh3"
     for checksums in ("auto", "check"):
         with pytest.raises(errors.UsageError, match="no checksums of this algorithm"):
-            mfload.verify(shards, checksums=checksums, algorithm=other)
+            mfload.verify(shards, mode=checksums, checksums=other)
 
 
 def test_sums_of_files_alone_know_every_file(path: Path, shards: Path) -> None:
-    mfload.verify(path, checksums="write", algorithm="sha256")
+    mfload.verify(path, mode="write", checksums="sha256")
     at = path.with_name("model.safetensors.checksums.json")
-    found = mfload.verify(shards, checksums="check", manifest=at)
+    found = mfload.verify(shards, mode="check", manifest=at)
     files = {each.file for each in found.problems}
     assert len(files) == 4
     assert "not in both" in found.problems[0].what
@@ -152,7 +152,7 @@ def test_sums_of_files_alone_know_every_file(path: Path, shards: Path) -> None:
     for algorithm in ("xxh3", "sha256"):
         manifest = path.with_name(f"{algorithm}.json")
         again = mfload.verify(
-            path, checksums="write", algorithm=algorithm, manifest=manifest, sha256="0" * 64
+            path, mode="write", checksums=algorithm, manifest=manifest, sha256="0" * 64
         )
         assert ["SHA-256" in each.what for each in again.problems] == [True]
 
@@ -166,7 +166,7 @@ def test_tensors_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     real = scanning.scan
     monkeypatch.setattr(scanning, "scan", lambda *args: seen.extend(args[1]) or real(*args))
     options = mfload.Options(threads=2)
-    assert mfload.verify(path, checksums="write", algorithm="xxh3", options=options).ok
+    assert mfload.verify(path, mode="write", checksums="xxh3", options=options).ok
     gaps = [b.offset - a.offset for a, b in itertools.pairwise(seen)]
     assert max(gaps) >= 50_000 - 4096
     assert sum(block.nbytes for block in seen) == 100_000
@@ -184,7 +184,7 @@ def test_every_byte_is_read_once(shards: Path, monkeypatch: pytest.MonkeyPatch) 
         return got
 
     monkeypatch.setattr(os, "preadv", preadv)
-    mfload.verify(shards, checksums="write", sha256=None)
+    mfload.verify(shards, mode="write", sha256=None)
     assert sum(read.values()) == sum(f.stat().st_size for f in shards.glob("*.safetensors"))
 
 
@@ -194,11 +194,11 @@ def test_any_flipped_bit_is_found(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = samples.save(tmp_path_factory.mktemp("flip") / "m.safetensors", MODEL)
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     size = path.stat().st_size
     _flip(path, data.draw(st.integers(0, size - 1)), 1 << data.draw(st.integers(0, 7)))
     threads = data.draw(st.sampled_from([None, 1, 5]))
-    found = mfload.verify(path, checksums="check", options=mfload.Options(threads=threads))
+    found = mfload.verify(path, mode="check", options=mfload.Options(threads=threads))
     assert not found.ok
     assert not found
 
@@ -218,7 +218,7 @@ def test_any_flipped_byte_of_a_cached_file_is_found(
         for engine in ("auto", "pread"):
             options, at = mfload.Options(engine=engine), tmp_path / f"{engine}.checksums.json"
             mfload.verify(
-                path, checksums="write", algorithm=algorithm, manifest=at, overwrite=True,
+                path, mode="write", checksums=algorithm, manifest=at, overwrite=True,
                 options=options,
             )  # fmt: skip
             made[engine] = Manifest.read(at)
@@ -228,7 +228,7 @@ def test_any_flipped_byte_of_a_cached_file_is_found(
     for at in [begin, *(end - 1 for end in ends), *ends[:2]]:
         path.write_bytes(raw[:at] + bytes([raw[at] ^ 1]) + raw[at + 1 :])
         for algorithm in ("xxh3", "sha256"):
-            found = mfload.verify(path, manifest=made["auto"], algorithm=algorithm)
+            found = mfload.verify(path, manifest=made["auto"], checksums=algorithm)
             assert len(found.problems) == 1
             if algorithm == "xxh3":
                 assert found.problems[0].tensor == f"t{int(at >= ends[1])}"
@@ -242,7 +242,7 @@ def test_any_flipped_byte_of_a_cached_file_is_found(
 
 
 def test_a_manifest_that_lies_there_is_compared_unasked(path: Path) -> None:
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     found = mfload.verify(path)
     assert found.checked == ("headers", "checksums", "sha256")
     assert found.manifest == os.fspath(path.with_name("model.safetensors.checksums.json"))
@@ -251,20 +251,20 @@ def test_a_manifest_that_lies_there_is_compared_unasked(path: Path) -> None:
     found = mfload.verify(path)
     assert not found.ok
     assert "the tensor's bytes have changed" in str(found)
-    ignored = mfload.verify(path, checksums="never")
+    ignored = mfload.verify(path, checksums=False)
     assert ignored.ok
     assert ignored.checked == ("headers",)
 
 
 def test_headers_alone_are_not_called_well(path: Path) -> None:
-    for checksums in ("auto", "never"):
+    for checksums in (True, False):
         found = mfload.verify(path, checksums=checksums)
         assert found.ok
         assert not found.data_checked
         assert found.as_dict()["data_checked"] is False
         assert "all is well" not in str(found)
         assert "headers only" in str(found)
-    assert "checksums='write'" in str(mfload.verify(path))
+    assert "mode='write'" in str(mfload.verify(path))
     assert mfload.verify(path, against=path).data_checked
 
 
@@ -279,12 +279,12 @@ def test_a_damaged_manifest_is_a_problem_unasked(text: str, path: Path) -> None:
 
 
 def test_what_a_flipped_bit_is_said_to_be(path: Path) -> None:
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     known = Manifest.read(path.with_name("model.safetensors.checksums.json"))
     with mfload.open(path) as opened:
         start = opened.info("wide").pieces[0].offset
     _flip(path, start + 70_000)
-    found = mfload.verify(path, checksums="check")
+    found = mfload.verify(path, mode="check")
     tensor, file = found.problems
     assert (tensor.tensor, tensor.file) == ("wide", os.fspath(path))
     assert tensor.expected == known.tensors["wide"].digest
@@ -294,18 +294,18 @@ def test_what_a_flipped_bit_is_said_to_be(path: Path) -> None:
     # In the metadata, only the file's own sum can tell.
     _flip(path, start + 70_000)
     _flip(path, path.read_bytes().index(b'"pt"') + 1)
-    (only,) = mfload.verify(path, checksums="check").problems
+    (only,) = mfload.verify(path, mode="check").problems
     assert "SHA-256" in only.what
 
 
 def test_what_the_manifest_knows_and_the_headers_do_not(path: Path) -> None:
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     samples.save(
         path,
         {**{k: v for k, v in MODEL.items() if k != "odd"},
          "embed": MODEL["embed"].view(np.int32), "new": np.zeros(2)},
     )  # fmt: skip
-    (only,) = mfload.verify(path, checksums="check").problems
+    (only,) = mfload.verify(path, mode="check").problems
     assert (only.what, only.file) == ("the manifest is of other data", os.fspath(path))
     # One of an earlier version does not say what it was made of.
     known = Manifest.read(path.with_name("model.safetensors.checksums.json"))
@@ -319,22 +319,22 @@ def test_what_the_manifest_knows_and_the_headers_do_not(path: Path) -> None:
 
 
 def test_a_manifest_is_not_replaced_by_accident(path: Path) -> None:
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     before = path.with_name("model.safetensors.checksums.json").read_bytes()
     _flip(path, path.stat().st_size - 1)
     with pytest.MonkeyPatch.context() as patch:
         # Nobody is to read a terabyte first.
         patch.setattr(os, "preadv", None)
         with pytest.raises(errors.TargetExistsError):
-            mfload.verify(path, checksums="write")
+            mfload.verify(path, mode="write")
     assert path.with_name("model.safetensors.checksums.json").read_bytes() == before
-    assert mfload.verify(path, checksums="write", overwrite=True).ok
-    assert mfload.verify(path, checksums="check").ok
+    assert mfload.verify(path, mode="write", overwrite=True).ok
+    assert mfload.verify(path, mode="check").ok
 
 
 def test_no_manifest_is_made_of_what_is_damaged(shards: Path) -> None:
     os.truncate(shards / "model-00002-of-00003.safetensors", 1000)
-    found = mfload.verify(shards, checksums="write")
+    found = mfload.verify(shards, mode="write")
     assert not found.ok
     assert found.manifest is None
     assert "no manifest was written" in found.notes[-1]
@@ -344,7 +344,7 @@ def test_no_manifest_is_made_of_what_is_damaged(shards: Path) -> None:
 def test_a_file_that_can_t_be_read_is_a_finding(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mfload.verify(shards, checksums="write")
+    mfload.verify(shards, mode="write")
     bad = shards / "model-00001-of-00003.safetensors"
     real = os.preadv
 
@@ -359,7 +359,7 @@ def test_a_file_that_can_t_be_read_is_a_finding(
     _flip(shards / "model-00003-of-00003.safetensors", -1)
     monkeypatch.setattr(os, "preadv", preadv)
     for options in ({"threads": 1}, {"threads": 4}):
-        found = mfload.verify(shards, checksums="check", **as_options(options))
+        found = mfload.verify(shards, mode="check", **as_options(options))
         files = [each.file for each in found.problems]
         assert os.fspath(bad) in files
         assert "Input/output error" in str(found.problems)
@@ -376,9 +376,7 @@ def test_files_that_change_meanwhile_are_findings(shards: Path) -> None:
             os.utime(file, (1, 1))
 
     # Each is opened before the first word of progress.
-    found = mfload.verify(
-        shards, checksums="write", progress=change, options=mfload.Options(threads=3)
-    )
+    found = mfload.verify(shards, mode="write", progress=change, options=mfload.Options(threads=3))
     assert {each.file for each in found.problems} == {os.fspath(file) for file in files[:2]}
     assert found.manifest is None
 
@@ -418,10 +416,10 @@ def test_a_snapshot_of_the_hubs_cache(tmp_path: Path) -> None:
     found = mfload.verify(snapshot, sha256="auto")
     assert found.ok
     assert found.checked == ("headers", "sha256")
-    assert mfload.verify(snapshot, checksums="write").checked[-1] == "sha256"
+    assert mfload.verify(snapshot, mode="write").checked[-1] == "sha256"
     assert (snapshot / "model.safetensors.checksums.json").exists()
     _flip(blob, -1)
-    for options in ({"sha256": "auto"}, {"checksums": "write", "overwrite": True}):
+    for options in ({"sha256": "auto"}, {"mode": "write", "overwrite": True}):
         found = mfload.verify(snapshot, **as_options(options))  # type: ignore[arg-type]
         assert not found.ok
         assert any("the name of its blob" in str(each) for each in found.problems)
@@ -499,23 +497,23 @@ def test_against_what_is_damaged(path: Path, shards: Path) -> None:
 
 def test_progress_ends_at_the_total(shards: Path, path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    mfload.verify(shards, checksums="write", against=path, progress=lambda *now: seen.append(now))
+    mfload.verify(shards, mode="write", against=path, progress=lambda *now: seen.append(now))
     assert seen[-1][0] == seen[-1][1] > 0
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def test_arguments_that_make_no_sense(path: Path, tmp_path: Path) -> None:
     bad: list[dict[str, Any]] = [
-        {"checksums": "read"}, {"checksums": True}, {"threads": 0},
-        {"algorithm": "md5"}, {"algorithm": None},
-        {"checksums": "never", "manifest": "x"}, {"checksums": None},
-        {"timeout": -1}, {"checksums": "write", "manifest": Manifest({})},
-        {"checksums": "check", "manifest": 5}, {"sha256": 5}, {"sha256": {"x": "y"}},
+        {"mode": "read"}, {"mode": True}, {"threads": 0},
+        {"checksums": "md5"}, {"mode": "write", "checksums": False},
+        {"checksums": False, "manifest": "x"}, {"checksums": None},
+        {"timeout": -1}, {"mode": "write", "manifest": Manifest({})},
+        {"mode": "check", "manifest": 5}, {"sha256": 5}, {"sha256": {"x": "y"}},
     ]  # fmt: skip
     for options in bad:
         with pytest.raises(errors.UsageError):
             mfload.verify(path, **as_options(options))
-    for options in ({"checksums": "check"}, {"manifest": "x"}):
+    for options in ({"mode": "check"}, {"manifest": "x"}):
         with pytest.raises(errors.SourceNotFoundError):
             mfload.verify(path, **as_options(options))
     with pytest.raises(errors.SourceNotFoundError):
@@ -525,7 +523,7 @@ def test_arguments_that_make_no_sense(path: Path, tmp_path: Path) -> None:
 
 
 def test_it_shows_itself(path: Path) -> None:
-    found = mfload.verify(path, checksums="write")
+    found = mfload.verify(path, mode="write")
     text, page = str(found), found._repr_html_()
     for part in ("all is well", f"{len(MODEL)} tensors in 1 file", "headers, checksums", "GiB/s"):
         assert part in text
@@ -534,7 +532,7 @@ def test_it_shows_itself(path: Path) -> None:
     assert json.loads(json.dumps(plain)) == plain
     assert plain["ok"] is True
     _flip(path, -1)
-    found = mfload.verify(path, checksums="check")
+    found = mfload.verify(path, mode="check")
     assert "2 problems" in str(found)
     plain = found.as_dict()
     assert json.loads(json.dumps(plain)) == plain
@@ -553,7 +551,7 @@ def test_the_time_runs_out(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             del args
 
     monkeypatch.setattr(os, "preadv", preadv)
-    for options in ({"checksums": "write"}, {"against": path}):
+    for options in ({"mode": "write"}, {"against": path}):
         with pytest.raises(errors.LoadTimeoutError):
             mfload.verify(path, **as_options({"timeout": 0.3, **options}))  # type: ignore[arg-type]
     hung.set()
@@ -576,7 +574,7 @@ def test_a_manifest_takes_no_other_file_s_place(path: Path, shards: Path, tmp_pa
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "preadv", None)
             with pytest.raises((errors.UsageError, errors.TargetExistsError)):
-                mfload.verify(source, checksums="write", manifest=manifest, overwrite=True)
+                mfload.verify(source, mode="write", manifest=manifest, overwrite=True)
     assert {each: each.read_bytes() for each in kept} == kept
     assert (tmp_path / "link.json").is_symlink()
     assert not (tmp_path / "new.safetensors").exists()
@@ -586,7 +584,7 @@ def test_a_broken_index_does_not_hide_behind_a_missing_manifest(shards: Path) ->
     index = shards / "model.safetensors.index.json"
     index.write_text('{"weight_map": 3}')
     for source in (shards, index):
-        found = mfload.verify(source, checksums="check")
+        found = mfload.verify(source, mode="check")
         assert found.problems[0].file == os.fspath(index)
         assert str(found.problems[-1].file).endswith("model.safetensors.checksums.json")
         assert "checksums" not in found.checked
@@ -596,9 +594,9 @@ def test_a_directory_and_its_index_mean_one_manifest(shards: Path) -> None:
     index = shards / "model.safetensors.index.json"
     index.rename(shards / "other.safetensors.index.json")
     index = shards / "other.safetensors.index.json"
-    written = mfload.verify(shards, checksums="write")
+    written = mfload.verify(shards, mode="write")
     assert written.manifest == os.fspath(shards / "other.safetensors.checksums.json")
-    assert mfload.verify(index, checksums="check").ok
+    assert mfload.verify(index, mode="check").ok
 
 
 def test_close_names_are_told(path: Path) -> None:
@@ -613,7 +611,7 @@ def test_a_file_whose_name_is_no_text(tmp_path: Path) -> None:
     samples.save(tmp_path / "x.safetensors", MODEL)
     os.rename(tmp_path / "x.safetensors", name)
     at = tmp_path / "x.json"
-    written = mfload.verify(os.fsdecode(name), checksums="write", manifest=at)
+    written = mfload.verify(os.fsdecode(name), mode="write", manifest=at)
     assert written.ok
     assert [*Manifest.read(at).files] == ["x\\xff.safetensors"]
-    assert mfload.verify(os.fsdecode(name), checksums="check", manifest=at).ok
+    assert mfload.verify(os.fsdecode(name), mode="check", manifest=at).ok

@@ -109,7 +109,7 @@ def test_repeats_are_told_one_by_one(run: Run, model: Path) -> None:
 
 def test_a_manifest_is_checked_on_the_way(run: Run, model: Path) -> None:
     pytest.importorskip("xxhash")
-    mfload.verify(model, checksums="write")
+    mfload.verify(model, mode="write")
     manifest = next(model.parent.glob("*.checksums.json"))
     ran = run("load", model, "--verify", manifest)
     assert ran.code == 0

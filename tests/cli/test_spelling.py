@@ -43,7 +43,7 @@ _THEIRS = (
     [
         ("there already; overwrite=True replaces it", "there already; --overwrite replaces it"),
         ("invalid max_shard_size", "invalid --max-shard-size"),
-        ("checksums=... is for checkpoints", "--checksums WAY is for checkpoints"),
+        ("checksums=... is for checkpoints", "--checksums NAME is for checkpoints"),
         ("two threads met", "two threads met"),
         ("engine='mmap' reads files", "--engine mmap reads files"),
         ("ask for it: dtype={name: dtype}", "ask for it: --dtype [REGEX=]DTYPE"),
@@ -54,8 +54,8 @@ _THEIRS = (
         ("token_file=, or cert_file=", "--token-file, or --cert-file"),
         ("mfload.verify, which reads", "mfload verify, which reads"),
         (
-            "mfload.verify(path, checksums='write') makes one",
-            "mfload verify PATH --checksums write makes one",
+            "mfload.verify(path, mode='write') makes one",
+            "mfload verify PATH --mode write makes one",
         ),
         ("mfload.ondemand.bundle writes one", "mfload bundle writes one"),
         ("/data/threads=4/m and http://h/?names=x", "/data/threads=4/m and http://h/?names=x"),
@@ -133,9 +133,9 @@ WRONG: tuple[tuple[str, ...], ...] = (
     ("ls", "MODEL", "--names", "nothing"),
     ("ls", "MODEL", "--dtype", "bfloat"),
     ("ls", "MODEL", "--sort", "weight"),
-    ("verify", "MODEL", "--checksums", "check"),
+    ("verify", "MODEL", "--mode", "check"),
     ("verify", "MODEL", "--checksums", "some"),
-    ("verify", "MODEL", "--algorithm", "md5"),
+    ("verify", "MODEL", "--checksums", "md5"),
     ("verify", "MODEL", "--sha256", "12"),
     ("verify", "MODEL", "--against", "missing"),
     ("diff", "MODEL", "missing"),
@@ -178,7 +178,7 @@ def test_errors_name_options(
 
 def test_notes_and_warnings_name_options(run: Run, model: Path) -> None:
     ran = run("verify", model)
-    assert "--checksums write makes one" in ran.out
+    assert "--mode write makes one" in ran.out
     ran = run("plan", model, "--page-cache", "keep", "--engine", "pread")
     assert "page_cache" not in ran.out
 

@@ -30,54 +30,54 @@ def test_a_sound_checkpoint(run: Run, model: Path) -> None:
 
 
 def test_checksums_written_checked_and_broken(run: Run, model: Path) -> None:
-    ran = run("verify", model, "--checksums", "write")
+    ran = run("verify", model, "--mode", "write")
     assert ran.code == 0
     assert f"manifest  {model.with_name('model.safetensors.checksums.json')}" in ran.out
-    assert run("verify", model, "--checksums", "check").code == 0
+    assert run("verify", model, "--mode", "check").code == 0
     assert run("load", model).code == 0
     _flip(model)
-    ran = run("verify", model, "--checksums", "check")
+    ran = run("verify", model, "--mode", "check")
     assert (ran.code, ran.err) == (1, "")
     assert ran.out.startswith("verified  2 problems\n")
     # Not asked for, the manifest is compared all the same.
     assert run("verify", model).out.startswith("verified  2 problems\n")
-    assert run("verify", model, "--checksums", "never").code == 0
+    assert run("verify", model, "--no-checksums").code == 0
     assert "problem   the tensor's bytes have changed" in ran.out
-    found = run("verify", model, "--checksums", "check", "--json")
+    found = run("verify", model, "--mode", "check", "--json")
     assert found.code == 1
     assert found.json["problems"][0]["tensor"] == "embed.weight"
     # What the manifest knows is not written over.
-    ran = run("verify", model, "--checksums", "write")
+    ran = run("verify", model, "--mode", "write")
     assert (ran.code, ran.out) == (3, "")
     assert "the file exists already; --overwrite replaces it" in ran.err
-    assert run("verify", model, "--checksums", "write", "--overwrite").code == 0
-    assert run("verify", model, "--checksums", "check").code == 0
+    assert run("verify", model, "--mode", "write", "--overwrite").code == 0
+    assert run("verify", model, "--mode", "check").code == 0
 
 
 def test_one_algorithm(run: Run, model: Path) -> None:
     at = model.with_name("model.safetensors.checksums.json")
     for algorithm in ("xxh3", "sha256"):
-        ran = run("verify", model, "--checksums", "write", "--overwrite", "--algorithm", algorithm)
+        ran = run("verify", model, "--mode", "write", "--overwrite", "--checksums", algorithm)
         assert ran.code == 0
         assert ("digest" in at.read_text()) == (algorithm == "xxh3")
-        assert run("verify", model, "--algorithm", algorithm).code == 0
-        assert run("verify", model, "--checksums", "check").code == 0
-    assert run("verify", model, "--algorithm", "xxh3").code == 2
-    assert "xxh3 | sha256 | both" in run("verify", model, "--algorithm", "md5").err
+        assert run("verify", model, "--checksums", algorithm).code == 0
+        assert run("verify", model, "--mode", "check").code == 0
+    assert run("verify", model, "--checksums", "xxh3").code == 2
+    assert "xxh3 | sha256 | both" in run("verify", model, "--checksums", "md5").err
 
 
 def test_a_manifest_elsewhere(run: Run, shards: Path, tmp_path: Path) -> None:
     where = tmp_path / "sums.json"
-    ran = run("verify", shards, "--checksums", "write", "--manifest", where)
+    ran = run("verify", shards, "--mode", "write", "--manifest", where)
     assert ran.code == 0
     assert where.exists()
-    assert run("verify", shards, "--checksums", "check", "--manifest", where).code == 0
+    assert run("verify", shards, "--mode", "check", "--manifest", where).code == 0
     assert run("verify", shards, "--manifest", where).code == 0
-    assert run("verify", shards, "--manifest", where, "--checksums", "never").code == 2
-    ran = run("verify", shards, "--checksums", "check")
+    assert run("verify", shards, "--manifest", where, "--no-checksums").code == 2
+    ran = run("verify", shards, "--mode", "check")
     assert ran.code == 3
     where.write_text("{}")
-    assert run("verify", shards, "--checksums", "check", "--manifest", where).code == 4
+    assert run("verify", shards, "--mode", "check", "--manifest", where).code == 4
 
 
 def test_against_another(run: Run, shards: Path, tmp_path: Path) -> None:
@@ -117,15 +117,15 @@ def test_damage_is_a_finding_and_a_missing_file_is_not(run: Run, shards: Path) -
 
 @pytest.mark.parametrize("word", ["read", ""])
 def test_words_that_mean_nothing(run: Run, model: Path, word: str) -> None:
-    ran = run("verify", model, "--checksums", word)
+    ran = run("verify", model, "--mode", word)
     assert (ran.code, ran.out) == (2, "")
-    assert "auto | write | check | never" in ran.err
-    assert run("verify", model, "--checksums", word, "--json").json["error"]["found"] == word
+    assert "auto | write | check" in ran.err
+    assert run("verify", model, "--mode", word, "--json").json["error"]["found"] == word
 
 
 def test_without_the_package_that_hashes(model: Path) -> None:
     ran = process(
-        "verify", model, "--checksums", "write", code="import sys; sys.modules['xxhash'] = None"
+        "verify", model, "--mode", "write", code="import sys; sys.modules['xxhash'] = None"
     )
     assert (ran.code, ran.out) == (5, "")
     assert "pip install 'xxhash>=" in ran.err
@@ -142,7 +142,7 @@ def test_names_that_would_colour_the_terminal(run: Run, tmp_path: Path) -> None:
 
 
 def test_the_manifest_of_other_data(run: Run, model: Path) -> None:
-    assert run("verify", model, "--checksums", "write").code == 0
+    assert run("verify", model, "--mode", "write").code == 0
     samples.save(model, {"other": np.ones(3)})
     ran = run("verify", model)
     assert ran.code == 1

@@ -452,7 +452,7 @@ class Conformance:
         pytest.importorskip("xxhash")
         path, rows = aligned
         manifest = tmp_path / "checksums.json"
-        assert mfload.verify(path, checksums="write", manifest=manifest).ok
+        assert mfload.verify(path, mode="write", manifest=manifest).ok
         options: dict[str, Any] = {"engine": engine, "allocator": allocator, "verify": manifest}
         report = mfload.Report()
         assert len(self.load(path, report=report, **options)) == len(rows)

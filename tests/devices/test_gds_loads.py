@@ -206,7 +206,7 @@ class TestRoute:
     def test_somebody_sees_the_bytes(
         self, path: Path, monkeypatch: pytest.MonkeyPatch, kvikio: Kvikio
     ) -> None:
-        mfload.verify(path, checksums="write")
+        mfload.verify(path, mode="write")
         device = FakeDevice((2, 0), "cuda:0")
         manifest = path.with_name("model.safetensors.checksums.json")
         found, report = _load(path, device, monkeypatch, engine="gds", verify=manifest)

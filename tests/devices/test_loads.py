@@ -440,7 +440,7 @@ def test_a_load_that_does_not_fit_never_begins(path: Path, monkeypatch: pytest.M
 
 def test_checksums_are_compared_on_the_way(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xxhash")
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     manifest = path.with_name("model.safetensors.checksums.json")
     device = FakeDevice()
     arrays.take(monkeypatch, arrays.Arrays(device))

@@ -111,7 +111,7 @@ def test_a_witness_sees_bytes_in_order(tmp_path: Path, threads: int) -> None:
     pytest.importorskip("xxhash")
     whole = samples.numbers((64, 8192), np.float32)
     path = samples.save(tmp_path / "m.safetensors", {"w": whole})
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     index, sources = checkpoint.read(path)
     given = index, sources, [index["w"]], Deadline(None)
     check = ManifestCheck(tmp_path / "m.safetensors.checksums.json", *given)

@@ -223,10 +223,10 @@ def test_checks_of_every_case(tmp_path: Path) -> None:
     )
     assert mfload.diff(path, tmp_path / "x.safetensors").equal
     with pytest.raises(errors.UsageError, match="share bytes"):
-        mfload.verify(path, checksums="write")
+        mfload.verify(path, mode="write")
     writer.tensors = [each for each in writer.tensors if each[0] != "tied"]
     writer.write(path)
-    assert mfload.verify(path, checksums="write").ok
+    assert mfload.verify(path, mode="write").ok
     manifest = tmp_path / f"x{made_up.SUFFIX}.checksums.json"
     mfload.load(path, "numpy", verify=manifest)
 

@@ -430,7 +430,7 @@ class TestSomeOfTheShards:
     def test_a_manifest_of_all_is_compared_with_what_is_taken(
         self, model: Path, tmp_path: Path, algorithm: Any
     ) -> None:
-        mfload.verify(model, checksums="write", algorithm=algorithm)
+        mfload.verify(model, mode="write", checksums=algorithm)
         (model / "2.safetensors").unlink()
         mfload.convert(model, tmp_path / "new.safetensors", names=self.SOME)
         assert mfload.verify(tmp_path / "new.safetensors").ok

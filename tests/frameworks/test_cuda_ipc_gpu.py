@@ -29,7 +29,7 @@ import sys
 import mfload
 from mfload.peer import cuda_ipc, serve
 held, _ = serve.stored(sys.argv[1], devices=["cuda:0"])
-seed = mfload.publish(held, model="m", transports=["cuda_ipc", "http"])
+seed = mfload.publish(held, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc", "http")))
 say = lambda text: print(text, file=sys.stderr, flush=True)
 serve.run(serve.told(seed, say, cuda_ipc.leases), lambda: print(seed.url, flush=True))
 """
@@ -39,7 +39,7 @@ import sys
 import torch
 import mfload
 held = {f"t{n}": torch.arange(n * 1000, dtype=torch.float32, device="cuda:0") for n in range(1, 9)}
-with mfload.publish(held, model="m", transports=["cuda_ipc", "http"]) as seed:
+with mfload.publish(held, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc", "http"))) as seed:
     print(seed.url, flush=True)
     sys.stdin.read()
 """

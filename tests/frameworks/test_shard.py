@@ -131,7 +131,7 @@ def test_other_arguments(tmp_path: Path) -> None:
     assert np.array_equal(mfload.load(path, "numpy", **given)["v"], whole)
     with pytest.raises(errors.ShardingError, match="no sharding for 1 of 2 tensors"):
         mfload.load(path, "numpy", unmatched="error", **given)
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     manifest = next(tmp_path.glob("*.json"))
     with pytest.raises(errors.UsageError, match="compares whole tensors"):
         mfload.load(path, "numpy", verify=manifest, **given)

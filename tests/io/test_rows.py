@@ -157,7 +157,7 @@ try:
     elif call == "convert":
         mfload.load(path, "numpy", dtype={"a": "float16"})
     else:
-        mfload.verify(path, checksums="write")
+        mfload.verify(path, mode="write")
 except errors.SourceChangedError:
     pass
 """

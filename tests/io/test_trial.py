@@ -402,7 +402,7 @@ def test_a_witness_sees_every_byte(
     pytest.importorskip("xxhash")
     monkeypatch.setattr(trial, "WORTH", worth)
     path = _cold(tmp_path)
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     _dropped(path)
     report = mfload.Report()
     found = mfload.load(path, "numpy", verify=f"{path}.checksums.json", report=report)

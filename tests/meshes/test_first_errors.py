@@ -135,7 +135,7 @@ CASES: dict[str, Case] = {
     "report=True": (
         _load(PATH, report=True), errors.UsageError, ("report=mfload.Report()",)),
     "verify=True": (
-        _load(PATH, verify=True), errors.UsageError, ("mfload.verify(path, checksums='write')",)),
+        _load(PATH, verify=True), errors.UsageError, ("mfload.verify(path, mode='write')",)),
     "plot of nothing": (
         lambda: mfload.Report().plot(), errors.UsageError, ("report=report) before it",)),
     "dim that the mesh does not divide": (
@@ -230,4 +230,4 @@ def test_a_bar_without_tqdm_says_what_to_install(
 def test_checksums_without_xxhash_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(errors.FrameworkMissingError, match=r"pip install 'xxhash>="):
-        mfload.verify(PATH, checksums="write")
+        mfload.verify(PATH, mode="write")

@@ -164,16 +164,16 @@ def test_diff_verify_and_streams(tmp_path: Path) -> None:
     first, second = (tmp_path / kind for kind in ("v0-files-zarr2-raw", "v1-ocdbt-zarr3-zstd"))
     assert mfload.diff(first, second).equal
     assert mfload.verify(first, against=second).ok
-    written = mfload.verify(second, checksums="write")
+    written = mfload.verify(second, mode="write")
     assert written.ok
-    assert mfload.verify(second, checksums="check").ok
+    assert mfload.verify(second, mode="check").ok
     same(dict(mfload.stream(second, "numpy")), saved)
     saved["flags"] = saved["flags"].at[0].set(False)
     orbax_writer.save(tmp_path / "third", "v1-ocdbt-zarr3-raw", saved)
     assert not mfload.diff(first, tmp_path / "third").equal
     data = next(each for each in (second / "state").rglob("d/*"))
     data.write_bytes(data.read_bytes() + b"x")
-    assert not mfload.verify(second, checksums="check").ok
+    assert not mfload.verify(second, mode="check").ok
 
 
 def test_converting_what_begins_unlike_any_file(tmp_path: Path) -> None:

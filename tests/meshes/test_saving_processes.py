@@ -53,7 +53,7 @@ def test_each_writes_what_it_holds(tmp_path: Path) -> None:
     assert one.said["shards"]["done"] == two.said["shards"]["done"]
     assert any("checksums written" in note for note in two.said["shards"]["done"]["notes"])
     assert one.said["shards"]["files"] == two.said["shards"]["files"] > 2
-    assert mfload.verify(index, checksums="check").ok
+    assert mfload.verify(index, mode="check").ok
     assert {each.said["exists"]["error"] for each in (one, two)} == {
         "TargetExistsError",
         "ProcessError",

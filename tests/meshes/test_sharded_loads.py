@@ -302,7 +302,7 @@ def test_deleted_arrays_take_the_memory_along(path: Path) -> None:
 @pytest.mark.parametrize("engine", ["pread", "direct", "mmap"])
 def test_verified_while_loading(path: Path, engine: Any) -> None:
     pytest.importorskip("xxhash")
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     manifest = path.with_name("model.safetensors.checksums.json")
     mesh = shards.mesh((2, 4))
     specs = {"w": P("x", "y"), "cube": P(None, None, "y"), "row": P(("x", "y")), "wide": P("y")}

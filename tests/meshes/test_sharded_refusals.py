@@ -182,7 +182,7 @@ def test_what_a_function_raises_is_its_own(path: Path) -> None:
 def test_parts_cannot_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("xxhash")
     path = samples.save(tmp_path / "model.safetensors", MODEL)
-    mfload.verify(path, checksums="write")
+    mfload.verify(path, mode="write")
     manifest = path.with_name("model.safetensors.checksums.json")
     # Shardings that leave something out need several processes.
     monkeypatch.setattr("mfload.mesh.base.stored_bytes", lambda _: 0)

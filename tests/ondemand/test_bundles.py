@@ -179,10 +179,10 @@ def test_shards_and_other_formats(tmp_path: Path) -> None:
 def test_checksums_go_along(tmp_path: Path) -> None:
     names = [tmp_path / f"{name}.safetensors" for name in "abcd"]
     mfload.save(weights(64, 32, np.float32), names[0])
-    mfload.verify(names[0], checksums="write", algorithm="both")
+    mfload.verify(names[0], mode="write", checksums="both")
     bundle(names[0], names[1], **PLAIN)
     unbundle(names[1], names[2])
-    assert all(mfload.verify(name, checksums="check").ok for name in names[:3])
+    assert all(mfload.verify(name, mode="check").ok for name in names[:3])
     with names[0].open("r+b") as file:
         file.seek(-3, 2)
         file.write(b"abc")

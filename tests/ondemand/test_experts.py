@@ -73,9 +73,9 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("given", "says"),
         [
-            ({"pattern": "("}, "pattern is no regex"),
-            ({"pattern": b"x"}, "pattern is no regex"),
-            ({"pattern": 3}, "pattern is no regex"),
+            ({"pattern": "("}, "malformed regular expression in pattern="),
+            ({"pattern": b"x"}, "malformed regular expression in pattern="),
+            ({"pattern": 3}, "malformed regular expression in pattern="),
             ({"pattern": r"layers\.(\d+)"}, "other groups"),
             ({"pattern": r"(\d)(\d)(\d)(\d)"}, "other groups"),
             ({"pattern": r"(?P<layer>\d)(?P<expert>\d)"}, "other groups"),

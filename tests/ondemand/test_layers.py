@@ -177,10 +177,10 @@ def test_what_stays(path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"pattern": "("}, "pattern is no regex"),
+        ({"pattern": "("}, "malformed regular expression in pattern="),
         ({"pattern": "layers"}, "no group"),
         ({"pattern": r"(model)"}, "something else"),
-        ({"resident": "("}, "resident is no regex"),
+        ({"resident": "("}, "malformed regular expression in resident="),
         ({"ahead": -1}, "ahead must be 0 or more"),
         ({"ahead": "x"}, "ahead is not a size"),
         ({"budget": "much"}, "budget is not a size"),

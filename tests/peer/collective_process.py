@@ -38,7 +38,9 @@ def same(found: Any, plus: int = 0) -> bool:
 
 def seed(folder: Path) -> None:
     """Publishes, then does what the reader says."""
-    made = mfload.publish(arrays(), model="m", transports=("http", "collective"))
+    made = mfload.publish(
+        arrays(), model="m", peer=mfload.PeerOptions(transports=("http", "collective"))
+    )
     (folder / "url.part").write_text(made.url)
     (folder / "url.part").rename(folder / "url")
     store: Any = dist.distributed_c10d._get_default_store()

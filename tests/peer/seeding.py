@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,11 @@ def weights(generation: int = 0, count: int = 24, side: int = 512) -> dict[str, 
 
 def publish(arrays: Mapping[str, Any], **more: Any) -> Any:
     """A seed in this process; all are of one run."""
+    fields = mfload.PeerOptions.__dataclass_fields__
+    own = {name: more.pop(name) for name in fields if name in more}
+    peer = replace(more.pop("peer", mfload.PeerOptions()), **own)
     given = {"model": MODEL, "revision": "main", "run": "one", **more}
-    return mfload.publish(rows(arrays), **given)
+    return mfload.publish(rows(arrays), peer=peer, **given)
 
 
 class SeedProcess:

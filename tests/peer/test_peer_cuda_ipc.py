@@ -128,7 +128,9 @@ def test_bit_for_bit(machine: Machine, checksums: bool) -> None:
     """From devices and the host; nothing of it is left in the end."""
     arrays, report = _arrays(), Report()
     options = Options(peer=PeerOptions(transports=("cuda_ipc",), checksums=checksums))
-    with mfload.publish(_rows(arrays), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _rows(arrays), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         _same(mfload.load(seed.url, "numpy", options=options, report=report), arrays)
         assert seed.copied_bytes == 0
     assert report.route[0][1] == "peer-cuda_ipc"
@@ -141,7 +143,9 @@ def test_any_range_into_any_buffers(machine: Machine) -> None:
     arrays, options = _arrays(), PeerOptions(transports=("cuda_ipc",))
     random = np.random.default_rng(7)
     whole = np.concatenate([each.reshape(-1).view(np.uint8) for each in arrays.values()])
-    with mfload.publish(_rows(arrays), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _rows(arrays), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         opened = source.connect(*source.ask(seed.address, options), options)
         for most in [3000] * 10 + [whole.size] * 10:
             nbytes = int(random.integers(0, most))
@@ -158,7 +162,9 @@ def test_other_transports_copy_to_the_host(machine: Machine) -> None:
     """Range by range; what reads addresses of the host is not offered."""
     arrays = _arrays()
     names = ("memory", "memfd", "http", "cuda_ipc")
-    with mfload.publish(_rows(arrays), model="m", transports=names) as seed:
+    with mfload.publish(
+        _rows(arrays), model="m", peer=mfload.PeerOptions(transports=names)
+    ) as seed:
         assert set(seed.manifest.ways) == {"memfd", "http", "cuda_ipc"}
         for name in ("memfd", "http"):
             options = Options(peer=PeerOptions(transports=(name,)))
@@ -168,7 +174,9 @@ def test_other_transports_copy_to_the_host(machine: Machine) -> None:
 def test_arrays_of_the_host_alone(machine: Machine) -> None:
     """It is not offered."""
     arrays = _arrays()
-    with mfload.publish(arrays, model="m", transports=("cuda_ipc", "http")) as seed:
+    with mfload.publish(
+        arrays, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc", "http"))
+    ) as seed:
         assert set(seed.manifest.ways) == {"http"}
 
 
@@ -219,7 +227,9 @@ def test_memory_that_cuda_can_t_share(machine: Machine, call: str) -> None:
     """The seed does not start."""
     machine.fail[call] = 1
     with pytest.raises(errors.UsageError, match="CUDA can't share the memory"):
-        mfload.publish(_rows(_arrays()), model="m", transports=("cuda_ipc",))
+        mfload.publish(
+            _rows(_arrays()), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+        )
     machine.fail.clear()
 
 
@@ -227,7 +237,9 @@ def test_handles_that_can_t_be_opened(machine: Machine) -> None:
     """Another transport is taken, and the route says why."""
     arrays, report = _arrays(), Report()
     both = Options(peer=PeerOptions(transports=("cuda_ipc", "http")))
-    with mfload.publish(_rows(arrays), model="m", transports=("cuda_ipc", "http")) as seed:
+    with mfload.publish(
+        _rows(arrays), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc", "http"))
+    ) as seed:
         machine.fail["ipcOpenMemHandle"] = 400
         _same(mfload.load(seed.url, "numpy", options=both, report=report), arrays)
         machine.fail.clear()
@@ -238,7 +250,9 @@ def test_handles_that_can_t_be_opened(machine: Machine) -> None:
 def test_a_copy_that_fails(machine: Machine) -> None:
     """Is an error of the seed; handles are closed."""
     options = Options(peer=PeerOptions(transports=("cuda_ipc",), checksums=False))
-    with mfload.publish(_rows(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _rows(_arrays()), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         machine.fail["memcpyAsync"] = 719
         with pytest.raises(errors.ReadError, match="device memory can't be read"):
             mfload.load(seed.url, "numpy", options=options)
@@ -248,7 +262,9 @@ def test_a_copy_that_fails(machine: Machine) -> None:
 def test_new_weights(machine: Machine) -> None:
     """Readers of those before are told."""
     before, after = _arrays(), {name: each + 1 for name, each in _arrays().items()}
-    with mfload.publish(_rows(before), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _rows(before), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         client, manifest = source.ask(seed.address, PeerOptions())
         opened = source.connect(client, manifest, PeerOptions(transports=("cuda_ipc",)))
         seed.update(_rows(after))
@@ -370,7 +386,7 @@ def test_arrays_over_the_memory_of_a_seed(
     rows = _devices(arrays)
     there = _addresses(rows)
     _land(monkeypatch)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         copies = machine.calls["memcpyAsync"]
         found = mfload.load(seed.url, "numpy", options=IPC, report=report)
         assert machine.calls["memcpyAsync"] == copies
@@ -402,7 +418,7 @@ def test_a_lease_ends_with_what_needs_it(
         _until(lambda: not cuda_ipc.leases(), collect=bool)
 
     rows = _devices({"x": np.arange(600, dtype=np.float32), "y": np.ones(9)})
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         gc.collect()
         gc.disable()
         try:
@@ -440,7 +456,9 @@ def test_work_on_memory_that_is_closed(machine: Machine, monkeypatch: pytest.Mon
         order.append(call)
         return real(call)
 
-    with mfload.publish(_devices({"x": np.ones(9)}), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices({"x": np.ones(9)}), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         found = mfload.load(seed.url, "numpy", options=IPC)
         gc.collect()
         monkeypatch.setattr(machine, "status", status)
@@ -467,7 +485,7 @@ def test_copies_from_device_to_device(
     _land(monkeypatch, *numbers, copies=copies)
     peer = PeerOptions(transports=("cuda_ipc",), copy="copy" in options)
     rows = _devices(arrays)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         before = machine.calls["memcpyAsync"]
         how = Options(peer=peer, allocator=allocator)
         found = mfload.load(seed.url, "numpy", options=how, report=report)
@@ -496,7 +514,7 @@ def test_neighbours_are_copied_at_once(
         rows.append(_row(name, array, memory))
         at += -(-array.nbytes // 256) * 256 + gap
     _land(monkeypatch)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         before = machine.calls["memcpyAsync"]
         peer = PeerOptions(transports=("cuda_ipc",), copy=True)
         for names, copies in ((None, 1), (["t03", "t04", "t07"], 2), ([*arrays][::2], 10)):
@@ -517,7 +535,7 @@ def test_what_lies_between_neighbours_is_not_copied(
         rows.append(_row(name, array, memory))
     _land(monkeypatch)
     peer = PeerOptions(transports=("cuda_ipc",), copy=True)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         given: Any = {"dtype": {"b": "int16"}, "options": Options(peer=peer)}
         found = mfload.load(seed.url, "numpy", **given)
     _same(found, {**arrays, "b": arrays["b"].astype(np.int16)})
@@ -530,7 +548,9 @@ def test_a_copy_on_the_device_that_fails(
     """At once or late, it is an error of the seed, for which there may be a fall-back."""
     _land(monkeypatch)
     peer = PeerOptions(transports=("cuda_ipc",), copy=True)
-    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(_arrays()), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         machine.fail[call] = 719
         with pytest.raises(errors.ReadError, match="device memory can't be read"):
             mfload.load(seed.url, "numpy", options=Options(peer=peer))
@@ -541,7 +561,9 @@ def test_parts_of_what_a_seed_holds(machine: Machine, monkeypatch: pytest.Monkey
     """Rows and columns are copied by devices; steps and other dtypes pass through the host."""
     arrays = {"x": np.arange(6000, dtype=np.float32).reshape(60, 10, 10)}
     _land(monkeypatch)
-    with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(arrays), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         with mfload.open(seed.url, "numpy", options=IPC) as opened:
             part = opened.get_slice("x")
             for index in (np.s_[5], np.s_[3:50], np.s_[:, 2:4], np.s_[7:9, 3:5], np.s_[4, 2:4]):
@@ -560,7 +582,7 @@ def test_rows_on_no_boundary_are_copied(machine: Machine, monkeypatch: pytest.Mo
     arrays = {"x": np.arange(600, dtype=np.float32).reshape(6, 100)}
     rows = _devices(arrays)
     _land(monkeypatch)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         given: Any = {"framework": "numpy", "shardings": 0, "options": IPC}
         for rank in range(6):
             (found,) = mfload.load(seed.url, shard=(rank, 6), **given)["x"]
@@ -578,7 +600,7 @@ def test_shards_of_a_seed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> 
         OnDevice(arrays["x"][low:high], n).row("x")._replace(shape=(6, 10_000), box=boxes[n])
         for n, ((low, high), _) in enumerate(boxes)
     ]
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         for n, ((low, high), _) in enumerate(boxes):
             _land(monkeypatch, n)
             with mfload.open(seed.url, "numpy", options=IPC) as opened:
@@ -597,7 +619,9 @@ def test_what_loaders_copy_into_their_own_arrays(
     array = np.arange(6000, dtype=np.float32).reshape(60, 100)
     _land(monkeypatch)
     device: Any = discovery.find(0)
-    with mfload.publish(_devices({"x": array}), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices({"x": array}), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         ((_, lazy),) = mfload.stream(seed.url, "numpy", lazy=True, options=IPC)
         for index in (np.s_[:], np.s_[20:40], np.s_[:, 30:60]):
             part = np.ascontiguousarray(array[index])
@@ -616,7 +640,9 @@ def test_bytes_that_are_compared(
     arrays = _arrays()
     mfload.save(arrays, tmp_path / "x.safetensors", checksums=True)
     _land(monkeypatch)
-    with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(arrays), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         manifest = tmp_path / "x.safetensors.checksums.json"
         found = mfload.load(seed.url, "numpy", options=IPC, verify=manifest)
         _same(found, arrays)
@@ -632,7 +658,7 @@ def test_weights_that_are_replaced_stay_for_their_readers(
     rows = _devices(before)
     there = [row.memory.address for row in rows]
     _land(monkeypatch)
-    seed = mfload.publish(rows, model="m", transports=("cuda_ipc",))
+    seed = mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",)))
     del rows
     with seed:
         old = mfload.load(seed.url, "numpy", options=IPC)
@@ -654,7 +680,9 @@ def test_weights_that_are_replaced_stay_for_their_readers(
 
 def test_a_reader_that_is_killed(machine: Machine) -> None:
     """The seed no longer keeps memory for it."""
-    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(_arrays()), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         name = seed.manifest.ways["cuda_ipc"]["socket"]
         code = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect('\\0' +"
         code += " sys.argv[1]); s.recv(9); print(flush=True); time.sleep(60)"
@@ -672,7 +700,9 @@ def test_a_reader_that_is_killed(machine: Machine) -> None:
 def test_forks_keep_no_lease(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of the reader nor of the seed, where it would outlive a process that is killed."""
     _land(monkeypatch)
-    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(_arrays()), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         found = mfload.load(seed.url, "numpy", options=IPC)
         held = [each for each in gc.get_objects() if type(each) is cuda_ipc._Lease]
         numbers = [each.connection.fileno() for each in held]
@@ -694,7 +724,9 @@ def test_a_seed_that_ends(
 ) -> None:
     """Who has arrays in its memory is told."""
     _land(monkeypatch)
-    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(_arrays()), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         (lender,) = [each for each in cuda_ipc._lenders if each.name in str(seed.manifest.ways)]
         found = mfload.load(seed.url, "numpy", options=IPC)
         with caplog.at_level(logging.WARNING, "mfload.peer"):
@@ -751,7 +783,7 @@ def test_a_reader_that_does_not_read(machine: Machine, monkeypatch: pytest.Monke
     """It holds up no other, counts as one that has the memory open, and no fork keeps it."""
     rows, arrays = _small(3000)
     _land(monkeypatch)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         (lender,) = [each for each in cuda_ipc._lenders if each.name in str(seed.manifest.ways)]
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stuck:
             stuck.connect(f"\0{lender.name}")
@@ -778,7 +810,7 @@ def test_devices_that_are_not_seen(machine: Machine, monkeypatch: pytest.MonkeyP
         return 0
 
     monkeypatch.setattr(discovery, "numbered", seen)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         found = mfload.load(seed.url, "numpy", options=IPC, report=report)
         _same(found, arrays)
     assert report.route[0][1] == "peer-cuda_ipc"
@@ -796,7 +828,7 @@ def test_the_route_of_arrays_without_bytes(
     empty, report = np.zeros((0, 3), np.float32), Report()
     rows = [*_devices({"x": np.ones(9)}), _row("e", empty, empty.reshape(-1).view(np.uint8))]
     _land(monkeypatch)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         found = mfload.load(seed.url, "numpy", options=IPC, report=report)
         _same(found, {"x": np.ones(9), "e": empty})
     assert "arrays lie in its memory" in report.route[0][2]
@@ -806,7 +838,9 @@ def test_the_route_of_arrays_without_bytes(
 
 def test_other_users(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are handed nothing, and trust no other user's process."""
-    with mfload.publish(_devices(_arrays()), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(_arrays()), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         monkeypatch.setattr(memfd, "trusted", lambda _: False)
         with pytest.raises(errors.SourceError, match="another user's"):
             mfload.load(seed.url, "numpy", options=IPC)
@@ -856,7 +890,9 @@ def test_a_checkpoint_that_is_served_from_devices(
     assert metadata == {"a": "b"}
     assert {each.memory.number for each in held} == set(range(len(devices)))
     locked = machine.calls["hostRegister"]
-    with mfload.publish(held, model="m", transports=("cuda_ipc", "http")) as seed:
+    with mfload.publish(
+        held, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc", "http"))
+    ) as seed:
         assert seed.copied_bytes == 0
         _same(mfload.load(seed.url, "numpy"), arrays)  # Over HTTP.
         _land(monkeypatch, 0)
@@ -940,7 +976,9 @@ def test_within_a_time_and_with_progress(
     _land(monkeypatch)
     peer = PeerOptions(transports=("cuda_ipc",), copy=copy)
     options = Options(peer=peer, timeout=60)
-    with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(
+        _devices(arrays), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    ) as seed:
         given: Any = {"progress": lambda done, _: told.append(done), "options": options}
         _same(mfload.load(seed.url, "numpy", **given), arrays)
     size = sum(each.nbytes for each in arrays.values())
@@ -953,7 +991,7 @@ def test_plans_and_streams(machine: Machine, monkeypatch: pytest.MonkeyPatch) ->
     rows = _devices(arrays)
     there = _addresses(rows)
     _land(monkeypatch)
-    with mfload.publish(rows, model="m", transports=("cuda_ipc",)) as seed:
+    with mfload.publish(rows, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))) as seed:
         plan = mfload.plan(seed.url, "numpy", options=IPC)
         assert plan.read_bytes == plan.copied_bytes == plan.device_overhead_bytes == 0
         assert plan.plan.mapped_bytes == sum(each.nbytes for each in arrays.values())
@@ -973,7 +1011,9 @@ def test_weights_that_change_while_they_are_taken(
     arrays = _arrays()
     _land(monkeypatch)
     for copy in (False, True):
-        with mfload.publish(_devices(arrays), model="m", transports=("cuda_ipc",)) as seed:
+        with mfload.publish(
+            _devices(arrays), model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+        ) as seed:
             real = cuda_ipc.CudaIpcWay.open
 
             def opened(way: Any, lease: Any, seed: Any = seed, real: Any = real) -> None:

@@ -61,7 +61,9 @@ def test_arrays_that_fail_later_are_not_offered(machine: Machine) -> None:
 def test_a_copy_that_fails_later(machine: Machine) -> None:
     """Into memory that is page-locked: others are copied before the call returns."""
     array = np.arange(300_000, dtype=np.int32)
-    seed = mfload.publish([_held("x", array)], model="m", transports=("cuda_ipc",))
+    seed = mfload.publish(
+        [_held("x", array)], model="m", peer=mfload.PeerOptions(transports=("cuda_ipc",))
+    )
     with seed:
         options = PeerOptions(transports=("cuda_ipc",))
         opened = source.connect(*source.ask(seed.address, options), options)

@@ -85,7 +85,9 @@ def test_nixl_moves_between_devices(land: FakeDevice) -> None:
     """What lies on two devices does so; what lies on the host goes by it."""
     there, report = fakes(2), Report()
     given = rows(lambda n: None if n % 7 == 3 else there[n % 2])
-    with mfload.publish(given, model="m", transports=("nixl",), checksums=False) as seed:
+    with mfload.publish(
+        given, model="m", peer=mfload.PeerOptions(transports=("nixl",), checksums=False)
+    ) as seed:
         assert seed.copied_bytes == 0
         found = mfload.load(seed.url, "numpy", options=options("nixl"), report=report)
         same(found)
@@ -116,7 +118,7 @@ def test_what_needs_the_host_goes_by_it(land: FakeDevice, how: str) -> None:
     if how == "no room":
         given["max_device_overhead"] = "64KiB"
     on_host = rows(lambda _: None if how == "host" else there)
-    with mfload.publish(on_host, model="m", transports=("nixl",)) as seed:
+    with mfload.publish(on_host, model="m", peer=mfload.PeerOptions(transports=("nixl",))) as seed:
         asked: Any = {"dtype": "float64"} if how == "dtype" else {}
         found = mfload.load(
             seed.url, "numpy", options=options("nixl", **given), report=report, **asked
@@ -139,7 +141,9 @@ def test_nixl_keeps_device_memory_that_it_may_still_write_to(
 ) -> None:
     (there,) = fakes(1)
     given = rows(lambda _: there)
-    with mfload.publish(given, model="m", transports=("nixl",), checksums=False) as seed:
+    with mfload.publish(
+        given, model="m", peer=mfload.PeerOptions(transports=("nixl",), checksums=False)
+    ) as seed:
         monkeypatch.setattr(Agent, "state", state)
         peer = PeerOptions(transports=("nixl",), checksums=False, stalled=0.3)
         with pytest.raises(errors.ReadError, match=r"stalls|broke off|has ended"):
@@ -156,7 +160,9 @@ def test_new_weights_are_told(land: FakeDevice) -> None:
     (there,) = fakes(1)
     given = rows(lambda _: there)
     with (
-        mfload.publish(given, model="m", transports=("nixl",), checksums=False) as seed,
+        mfload.publish(
+            given, model="m", peer=mfload.PeerOptions(transports=("nixl",), checksums=False)
+        ) as seed,
         mfload.open(seed.url, "numpy", options=options("nixl")) as checkpoint,
     ):
         np.testing.assert_array_equal(checkpoint.get_tensor("long"), MODEL["long"])
@@ -172,7 +178,9 @@ def test_nccl_moves_between_devices(land: FakeDevice, ranks: list[int], how: str
     given = rows(lambda n: None if n % 7 == 3 else there)
     if how == "elsewhere":
         land.place = CUDA, 2
-    with mfload.publish(given, model="m", transports=("collective",)) as seed:
+    with mfload.publish(
+        given, model="m", peer=mfload.PeerOptions(transports=("collective",))
+    ) as seed:
         assert seed.copied_bytes == 0
         ranks[0], out = 1, there.nbytes["copy_out"]  # Checksums were made of what came out.
         asked = options("collective", checksums=how == "checksums")
@@ -196,7 +204,9 @@ def test_nccl_keeps_device_memory_that_it_may_still_write_to(
     there = FakeDevice((CUDA, 3), "cuda:3")
     monkeypatch.setattr(Nccl, "send", lambda *_: SimpleNamespace(wait=lambda _: None))
     given = rows(lambda _: there)
-    with mfload.publish(given, model="m", transports=("collective",), checksums=False) as seed:
+    with mfload.publish(
+        given, model="m", peer=mfload.PeerOptions(transports=("collective",), checksums=False)
+    ) as seed:
         ranks[0] = 1
         peer = PeerOptions(transports=("collective",), checksums=False, stalled=0.3)
         with pytest.raises(errors.ReadError, match=r"stalls|has ended"):
@@ -222,7 +232,9 @@ def test_a_seed_without_memory_for_a_message(
     served_by: Any = vars(collective)["_Served"]
     monkeypatch.setattr(served_by, "_tensor", refused)
     given = rows(lambda _: there)
-    with mfload.publish(given, model="m", transports=("collective",), checksums=False) as seed:
+    with mfload.publish(
+        given, model="m", peer=mfload.PeerOptions(transports=("collective",), checksums=False)
+    ) as seed:
         ranks[0] = 1
         peer = PeerOptions(transports=("collective",), checksums=False, stalled=0.3)
         with pytest.raises(errors.ReadError, match=r"stalls|has ended"):

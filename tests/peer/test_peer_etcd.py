@@ -64,7 +64,9 @@ def _load(url: str, **given: Any) -> Any:
 
 def test_seeds_are_found_and_leave(url: str) -> None:
     """What is published is found, until it is closed; loads that publish are seeds."""
-    with mfload.publish(ARRAYS, model="org/name", planner=url, generation=2):
+    with mfload.publish(
+        ARRAYS, model="org/name", peer=mfload.PeerOptions(planner=url), generation=2
+    ):
         np.testing.assert_array_equal(_load(url, publish=True)["x"], ARRAYS["x"])
     np.testing.assert_array_equal(_load(url)["x"], ARRAYS["x"])
     (seed,) = mfload.seeds()
@@ -77,7 +79,9 @@ def test_seeds_are_found_and_leave(url: str) -> None:
 def test_places_are_taken_and_come_back(url: str) -> None:
     """A seed that takes one reader is busy while its checkpoint is open."""
     options = Options(peer=PeerOptions(planner=url, timeout=0.5))
-    with mfload.publish(ARRAYS, model="org/name", planner=url, max_readers=1):
+    with mfload.publish(
+        ARRAYS, model="org/name", peer=mfload.PeerOptions(planner=url), max_readers=1
+    ):
         opened = mfload.open("peer:///org/name", options=options)
         with pytest.raises(errors.LoadTimeoutError, match="busy"):
             mfload.open("peer:///org/name", options=options)

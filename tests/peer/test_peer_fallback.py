@@ -144,7 +144,8 @@ def test_other_seeds_before_files(files: str) -> None:
     from mfload.peer.planner_http import PlannerServer
 
     with PlannerServer() as planner, ExitStack() as stack:
-        given: Any = {"model": "m", "planner": planner.url, "transports": ["http"]}
+        peer = mfload.PeerOptions(planner=planner.url, transports=("http",))
+        given: Any = {"model": "m", "peer": peer}
         copies = [{name: each.copy() for name, each in ARRAYS.items()} for _ in range(2)]
         made = [(stack.enter_context(mfload.publish(each, **given)), each) for each in copies]
         while not all(well for *_, well in planner.registry.records()):
@@ -252,7 +253,7 @@ def test_the_failed_attempt_is_a_stage(files: str, tmp_path: Path) -> None:
     """Seconds and bytes of what failed are in the report, and the stages make up the wall time."""
     arrays = {f"t{n}": np.full(300_000, n, np.float32) for n in range(8)}
     mfload.save(arrays, path := tmp_path / "large.safetensors")
-    with mfload.publish(arrays, model="m", transports=["http"]) as seed:
+    with mfload.publish(arrays, model="m", peer=mfload.PeerOptions(transports=["http"])) as seed:
         arrays["t7"][-1] = -1.0
         report, start = Report(), time.perf_counter()
         options = Options(threads=1)
@@ -288,7 +289,7 @@ def test_a_failed_attempt_without_a_report(files: str) -> None:
 
 def test_a_manifest_that_differs_counts_too(files: str, tmp_path: Path) -> None:
     """Also if all was loaded before it was known, and with shards."""
-    mfload.verify(files, checksums="write")
+    mfload.verify(files, mode="write")
     known = mfload.Manifest.read(files + ".checksums.json")
     bad = tmp_path / "bad" / "model.safetensors"
     mfload.save({name: each + 1 for name, each in ARRAYS.items()}, bad)

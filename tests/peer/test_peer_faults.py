@@ -577,8 +577,12 @@ class TestReadersAndForks:
             lambda: mfload.diff(file, url),
             lambda: mfload.convert(url, tmp_path / "y.safetensors"),
             lambda: mfload.save({"x": np.ones(3)}, url),
-            lambda: mfload.publish({"x": np.ones(3)}, model="m", address=where),
-            lambda: mfload.publish({"x": np.ones(3)}, model="m", planner=f"http://{where}"),
+            lambda: mfload.publish(
+                {"x": np.ones(3)}, model="m", peer=mfload.PeerOptions(address=where)
+            ),
+            lambda: mfload.publish(
+                {"x": np.ones(3)}, model="m", peer=mfload.PeerOptions(planner=f"http://{where}")
+            ),
             peer,
         ]
         for call in calls:
@@ -595,7 +599,9 @@ class TestReadersAndForks:
             return real(self)
 
         monkeypatch.setattr(memfd._Giver, "_copied", slow)
-        with mfload.publish({"x": np.ones(9)}, model="m", transports="memfd") as seed:
+        with mfload.publish(
+            {"x": np.ones(9)}, model="m", peer=mfload.PeerOptions(transports="memfd")
+        ) as seed:
             assert mfload.load(seed.url, "numpy", options=options("memfd", stalled=0.1))["x"].all()
 
     def test_a_fork_while_memory_is_handed_over(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,8 +614,8 @@ class TestReadersAndForks:
             return real(*given)
 
         monkeypatch.setattr(socket, "send_fds", slow)
-        given: dict[str, Any] = {"transports": "memfd"}
-        with mfload.publish({"x": np.ones(9)}, model="m", **given) as seed:
+        peer = mfload.PeerOptions(transports=("memfd",))
+        with mfload.publish({"x": np.ones(9)}, model="m", peer=peer) as seed:
             load = functools.partial(mfload.load, seed.url, "numpy", options=options("memfd"))
             reader = threading.Thread(target=load)
             reader.start()

@@ -198,7 +198,9 @@ def test_the_socket_of_another_seed_is_named(
 @pytest.mark.parametrize("size", [64, 1 << 20])
 def test_a_seed_of_this_process_is_said_to_be_of_another_size(hostile: Hostile, size: int) -> None:
     """Memory that nothing was read into is not handed out."""
-    with mfload.publish({"t": np.ones(256, np.uint8)}, model=MODEL, checksums=False) as seed:
+    with mfload.publish(
+        {"t": np.ones(256, np.uint8)}, model=MODEL, peer=mfload.PeerOptions(checksums=False)
+    ) as seed:
         client, _ = source.ask(seed.address, mfload.PeerOptions())
         told = client.json("GET", "/v1/manifest")
         client.close()

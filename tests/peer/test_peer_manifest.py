@@ -703,7 +703,7 @@ class TestStale:
             assert samples.same(opened.get_tensor("a"), ARRAYS["a"])
             seed.close()
             others = {name: np.zeros_like(each) for name, each in ARRAYS.items()}
-            stack.enter_context(publish(others, address=seed.address))
+            stack.enter_context(publish(others, peer=mfload.PeerOptions(address=seed.address)))
             with pytest.raises(errors.SourceChangedError):
                 opened.get_tensor("c")
 

@@ -52,7 +52,9 @@ def _same(found: Any, plus: int = 0) -> None:
 
 def _seed(*transports: str) -> None:
     """A seed in this process, which takes a line at a time."""
-    with mfload.publish(_arrays(), model="m", transports=transports or ("nixl",)) as seed:
+    with mfload.publish(
+        _arrays(), model="m", peer=mfload.PeerOptions(transports=transports or ("nixl",))
+    ) as seed:
         print(seed.url, flush=True)
         for line in sys.stdin:
             if line == "update\n":
@@ -107,7 +109,7 @@ def test_any_range_into_any_buffers() -> None:
     """Of many arrays, within one and across slots."""
     arrays = _arrays()
     options, random = PeerOptions(transports=("nixl",)), np.random.default_rng(7)
-    with mfload.publish(arrays, model="m", transports=("nixl",)) as seed:
+    with mfload.publish(arrays, model="m", peer=mfload.PeerOptions(transports=("nixl",))) as seed:
         opened = source.connect(*source.ask(seed.address, options), options)
         whole = np.concatenate([each.reshape(-1).view(np.uint8) for each in arrays.values()])
         assert opened.size == whole.size

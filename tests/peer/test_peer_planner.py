@@ -292,7 +292,9 @@ def _same(found: Any, wanted: Any = ARRAYS) -> None:
 
 def test_a_load_asks_the_planner_and_gives_its_place_back(planner: PlannerServer) -> None:
     """While a checkpoint is open its place is taken, and not when it is closed and gone."""
-    with mfload.publish(ARRAYS, model="org/name", revision="r1", planner=planner.url):
+    with mfload.publish(
+        ARRAYS, model="org/name", revision="r1", peer=mfload.PeerOptions(planner=planner.url)
+    ):
         _same(mfload.load("peer:///org/name@r1", "numpy", options=_options(planner)))
         opened = mfload.open("peer:///org/name", options=_options(planner))
         assert [readers for _, readers, _ in planner.registry.records()] == [1]
@@ -307,7 +309,9 @@ def test_a_load_asks_the_planner_and_gives_its_place_back(planner: PlannerServer
 def test_a_load_that_publishes_becomes_a_seed(planner: PlannerServer) -> None:
     """The next reader finds it, also when the first seed is gone, with its generation."""
     report = mfload.Report()
-    first = mfload.publish(ARRAYS, model="org/copied", planner=planner.url, generation=7)
+    first = mfload.publish(
+        ARRAYS, model="org/copied", peer=mfload.PeerOptions(planner=planner.url), generation=7
+    )
     options = _options(planner, publish=True)
     _same(mfload.load("peer:///org/copied", "numpy", options=options, report=report))
     assert any(note.startswith("published at peer://") for note in report.notes)
@@ -322,7 +326,8 @@ def test_a_load_that_publishes_becomes_a_seed(planner: PlannerServer) -> None:
 
 def test_several_parts_are_one_load(planner: PlannerServer) -> None:
     """Processes that hold a tensor each are handed out together."""
-    given: dict[str, Any] = {"model": "org/parts", "planner": planner.url, "run": "job"}
+    peer = mfload.PeerOptions(planner=planner.url)
+    given: dict[str, Any] = {"model": "org/parts", "peer": peer, "run": "job"}
     seeds = [
         mfload.publish({name: each}, part=(n, 2), **given)
         for n, (name, each) in enumerate(ARRAYS.items())
@@ -353,7 +358,9 @@ def test_a_killed_seed_is_not_handed_out_for_long(planner: PlannerServer) -> Non
     with pytest.raises(errors.SourceNotFoundError):
         mfload.load("peer:///org/k", "numpy", options=_options(planner))
     assert time.monotonic() - start < 5
-    with mfload.publish({"x": np.zeros(9)}, model="org/k", planner=planner.url):
+    with mfload.publish(
+        {"x": np.zeros(9)}, model="org/k", peer=mfload.PeerOptions(planner=planner.url)
+    ):
         found = mfload.load("peer:///org/k", "numpy", options=_options(planner))
     assert not found["x"].any()
 
@@ -361,14 +368,14 @@ def test_a_killed_seed_is_not_handed_out_for_long(planner: PlannerServer) -> Non
 def test_a_planner_that_is_gone_is_an_error_at_once() -> None:
     """And no reason to fail for a seed that is known there already."""
     with PlannerServer() as made:
-        seed = mfload.publish(ARRAYS, model="org/name", planner=made.url)
+        seed = mfload.publish(ARRAYS, model="org/name", peer=mfload.PeerOptions(planner=made.url))
     with pytest.raises(errors.SourceError, match=r"no peer listens there|broke off"):
         mfload.load("peer:///org/name", "numpy", options=_options(made))
     _same(mfload.load(seed.url, "numpy"))
     seed.update(ARRAYS)
     seed.close()
     with pytest.raises(errors.SourceError):
-        mfload.publish(ARRAYS, model="org/name", planner=made.url)
+        mfload.publish(ARRAYS, model="org/name", peer=mfload.PeerOptions(planner=made.url))
 
 
 _LIES = {
@@ -442,8 +449,10 @@ def test_tokens_guard_planner_and_seeds(tmp_path: Any) -> None:
     token.write_text("a-long-secret\n")
     with PlannerServer(token="a-long-secret") as made:
         with pytest.raises(errors.SourcePermissionError):
-            mfload.publish(ARRAYS, model="org/name", planner=made.url)
-        with mfload.publish(ARRAYS, model="org/name", planner=made.url, token_file=token):
+            mfload.publish(ARRAYS, model="org/name", peer=mfload.PeerOptions(planner=made.url))
+        with mfload.publish(
+            ARRAYS, model="org/name", peer=mfload.PeerOptions(planner=made.url, token_file=token)
+        ):
             with pytest.raises(errors.SourcePermissionError) as caught:
                 mfload.load("peer:///org/name", "numpy", options=_options(made))
             assert "secret" not in str(caught.value)
@@ -460,7 +469,9 @@ def test_readers_wait_for_a_free_place(planner: PlannerServer) -> None:
         found.append(mfload.load("peer:///org/name", "numpy", options=_options(planner)))
         gc.collect()
 
-    with mfload.publish(ARRAYS, model="org/name", planner=planner.url, max_readers=1):
+    with mfload.publish(
+        ARRAYS, model="org/name", peer=mfload.PeerOptions(planner=planner.url), max_readers=1
+    ):
         threads = [threading.Thread(target=load) for _ in range(4)]
         for each in threads:
             each.start()
@@ -505,7 +516,7 @@ def test_seeds_that_hang_hold_up_no_others(planner: PlannerServer) -> None:
         for n in range(8):
             hung = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
             planner.registry.register(_record(n, address=f"127.0.0.1:{hung.getsockname()[1]}"))
-        with mfload.publish(ARRAYS, model="org/new", planner=planner.url):
+        with mfload.publish(ARRAYS, model="org/new", peer=mfload.PeerOptions(planner=planner.url)):
             start = time.monotonic()
             _same(mfload.load("peer:///org/new", "numpy", options=_options(planner)))
             assert time.monotonic() - start < 4
@@ -513,7 +524,9 @@ def test_seeds_that_hang_hold_up_no_others(planner: PlannerServer) -> None:
 
 def test_a_busy_fleet_is_waited_for_once(planner: PlannerServer) -> None:
     """Not once more for each seed that may be asked instead."""
-    with mfload.publish(ARRAYS, model="org/b", planner=planner.url, max_readers=1):
+    with mfload.publish(
+        ARRAYS, model="org/b", peer=mfload.PeerOptions(planner=planner.url), max_readers=1
+    ):
         opened = mfload.open("peer:///org/b", options=_options(planner))
         start = time.monotonic()
         with pytest.raises(errors.LoadTimeoutError, match="stayed busy"):
@@ -577,7 +590,7 @@ def test_weights_that_changed_keep_no_place(
 
 def test_errors_of_arguments_keep_no_place(planner: PlannerServer) -> None:
     """Nor a thread that renews it."""
-    with mfload.publish(ARRAYS, model="org/e", planner=planner.url):
+    with mfload.publish(ARRAYS, model="org/e", peer=mfload.PeerOptions(planner=planner.url)):
         count = sum(each.name == "mfload-renewal" for each in threading.enumerate())
         how = _options(planner, transports="htpp")
         with pytest.raises(errors.UsageError, match="no such transport"):
@@ -600,7 +613,7 @@ os.waitpid(child, 0)
 print("done", flush=True)
 sys.stdin.read()
 """
-    with mfload.publish(ARRAYS, model="org/f", planner=planner.url):
+    with mfload.publish(ARRAYS, model="org/f", peer=mfload.PeerOptions(planner=planner.url)):
         command = [sys.executable, "-c", code, planner.url]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE) as reader:
             assert reader.stdout is not None

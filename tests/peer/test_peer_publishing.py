@@ -71,7 +71,7 @@ def test_a_seed_that_is_published_by_hand_needs_its_planner() -> None:
     with PlannerServer() as planner:
         url = planner.url
     with pytest.raises(errors.SourceError):
-        mfload.publish(ARRAYS, model="m", planner=url)
+        mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(planner=url))
     assert mfload.seeds() == []
 
 
@@ -80,7 +80,7 @@ def test_an_authority_without_a_certificate(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="cert_file"):
         PeerOptions(publish=True, ca_file=tmp_path / "ca.pem")
     with pytest.raises(errors.UsageError, match="certificate"):
-        mfload.publish(ARRAYS, model="m", ca_file=tmp_path / "ca.pem")
+        mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(ca_file=tmp_path / "ca.pem"))
     assert PeerOptions(ca_file=tmp_path / "ca.pem").ca_file
 
 
@@ -106,7 +106,7 @@ def test_names_of_others_are_not_answered(host: str, status: int) -> None:
 def test_any_name_will_do_with_a_token(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("a-secret-of-many-characters")
-    with mfload.publish(ARRAYS, model="m", token_file=token) as seed:
+    with mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(token_file=token)) as seed:
         name, port = seed.address.split(":")
         connection = http.client.HTTPConnection(name, int(port), timeout=10)
         headers = {"Host": "node7.example", "Authorization": "Bearer a-secret-of-many-characters"}
@@ -162,7 +162,8 @@ def test_a_closed_seed_holds_no_arrays(transport: str) -> None:
         {"metadata": {"a": 1}},
         {"metadata": {"a": "\ud800"}},
         {"model": "no name"},
-        {"transports": ["htpp"]},
+        {"peer": PeerOptions(transports=("htpp",))},
+        {"peer": "http://127.0.0.1:80"},
         {"max_readers": 0},
         {"max_readers": 1.5},
         {"max_readers": 1 << 62},
@@ -182,7 +183,9 @@ def test_what_no_reader_would_take_is_not_published(given: dict[str, Any]) -> No
 @pytest.mark.parametrize("transport", ["memory", "memfd", "http"])
 def test_generations_may_be_times(transport: str) -> None:
     """Such as nanoseconds, of 19 digits."""
-    with mfload.publish(ARRAYS, model="m", generation=time.time_ns(), transports=transport) as seed:
+    with mfload.publish(
+        ARRAYS, model="m", generation=time.time_ns(), peer=mfload.PeerOptions(transports=transport)
+    ) as seed:
         found = mfload.load(seed.url, "numpy")
     np.testing.assert_array_equal(found["a"], ARRAYS["a"])
 
@@ -262,7 +265,9 @@ def test_a_planner_that_talks_nonsense_stops_no_update() -> None:
     """The readers have the new weights all the same."""
     said = [b"{}"]
     planner = Server("127.0.0.1:0", lambda request: text(200, said[0]))
-    with mfload.publish(ARRAYS, model="m", planner=f"http://{planner.address}") as seed:
+    with mfload.publish(
+        ARRAYS, model="m", peer=mfload.PeerOptions(planner=f"http://{planner.address}")
+    ) as seed:
         said[0] = b"nonsense"
         seed.update({"a": np.zeros(3)})
         assert seed.generation == 1
@@ -277,9 +282,9 @@ def test_readers_can_t_connect_to_all_addresses(address: str, tmp_path: Path) ->
     token = tmp_path / "token"
     token.write_text("a-secret-of-many-characters")
     with PlannerServer(token=token.read_text()) as planner:
-        given: dict[str, Any] = {"planner": planner.url, "token_file": token, "address": address}
+        peer = PeerOptions(planner=planner.url, token_file=token, address=address)
         with pytest.raises(errors.UsageError, match="the address that readers connect to"):
-            mfload.publish(ARRAYS, model="m", **given)
+            mfload.publish(ARRAYS, model="m", peer=peer)
         assert planner.registry.records() == []
         how = _how(planner.url, publish=True, token_file=token, address=address)
         with pytest.raises(errors.UsageError, match="the address that readers connect to"):

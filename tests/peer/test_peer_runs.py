@@ -165,7 +165,7 @@ class TestReplicas:
 class TestPlanner:
     def test_a_restarted_trainer(self, planner: PlannerServer) -> None:
         """Begins at generation 0 and goes before a reader that published the old run's third."""
-        given: dict[str, Any] = {"model": "m", "planner": planner.url}
+        given: dict[str, Any] = {"model": "m", "peer": mfload.PeerOptions(planner=planner.url)}
         old = mfload.publish(_arrays(1), **given, generation=3)
         assert _value(_load(planner, publish=True)) == 1
         (again,) = (each for each in mfload.seeds() if each is not old)
@@ -179,7 +179,7 @@ class TestPlanner:
 
     def test_a_rank_of_the_old_run(self, planner: PlannerServer) -> None:
         """Is not completed by the new run's others."""
-        given: dict[str, Any] = {"model": "m", "planner": planner.url}
+        given: dict[str, Any] = {"model": "m", "peer": mfload.PeerOptions(planner=planner.url)}
         halves = NAMES[:5], NAMES[5:]
         old = [
             mfload.publish(_arrays(1, names), **given, part=(n, 2), run="old")
@@ -196,7 +196,7 @@ class TestPlanner:
 
     def test_a_huge_generation(self, planner: PlannerServer) -> None:
         """Ends with its run, though it was published again."""
-        given: dict[str, Any] = {"model": "m", "planner": planner.url}
+        given: dict[str, Any] = {"model": "m", "peer": mfload.PeerOptions(planner=planner.url)}
         with mfload.publish(_arrays(1), **given, generation=(1 << 62) - 1) as huge:
             _load(planner, publish=True)
             with pytest.raises(errors.UsageError, match="generation"):
@@ -206,7 +206,7 @@ class TestPlanner:
 
     def test_two_loads_at_once(self, planner: PlannerServer) -> None:
         """Each publishes what it read: one URL names seeds of two runs, one after the other."""
-        given: dict[str, Any] = {"model": "m", "planner": planner.url}
+        given: dict[str, Any] = {"model": "m", "peer": mfload.PeerOptions(planner=planner.url)}
         failed: list[BaseException] = []
 
         def reader() -> None:

@@ -73,7 +73,9 @@ def test_selections(transport: str) -> None:
     while done < share:
         arrays = model(random)
         given = options(transport)
-        with mfload.publish(held(arrays, random), model="m", transports=(transport,)) as seed:
+        with mfload.publish(
+            held(arrays, random), model="m", peer=mfload.PeerOptions(transports=(transport,))
+        ) as seed:
             for names, _ in zip(selections(arrays, random), range(A_SEED), strict=False):
                 if names is None:
                     slices(seed.url, arrays, random, given)

@@ -488,7 +488,7 @@ class TestTokens:
         ],
     )
     def test_each_wrong_one_is_refused(self, header: str | None, token_file: str) -> None:
-        with publish(ARRAYS, token_file=token_file) as seed:
+        with publish(ARRAYS, peer=mfload.PeerOptions(token_file=token_file)) as seed:
             for path in ("/v1/manifest", "/v1/state", "/nothing"):
                 head = f"GET {path} HTTP/1.1\r\n"
                 head += "" if header is None else f"Authorization: {header}\r\n"
@@ -511,7 +511,7 @@ class TestTokens:
             seen.append((one, two))
             return compare(one, two)
 
-        with publish(ARRAYS, token_file=token_file) as seed:
+        with publish(ARRAYS, peer=mfload.PeerOptions(token_file=token_file)) as seed:
             monkeypatch.setattr(hmac, "compare_digest", compared)
             for header in ("", "Authorization: Bearer s\r\n", f"Authorization: Bearer {TOKEN}\r\n"):
                 said(seed.address, f"GET /v1/state HTTP/1.1\r\n{header}\r\n".encode())
@@ -532,7 +532,7 @@ class TestTokens:
         guess.write_text("another-guess-of-it")
         right, wrong = (options(transport, token_file=each) for each in (token_file, guess))
         shown = [repr(right), str(right)]
-        with publish(ARRAYS, token_file=token_file) as seed:
+        with publish(ARRAYS, peer=mfload.PeerOptions(token_file=token_file)) as seed:
             report = mfload.Report()
             samples.assert_same(
                 mfload.load(seed.url, "numpy", options=right, report=report), ARRAYS
@@ -581,11 +581,11 @@ class TestTokens:
         path = tmp_path / "token"
         path.write_bytes(content)
         with pytest.raises(errors.UsageError) as info:
-            publish(ARRAYS, token_file=path)
+            publish(ARRAYS, peer=mfload.PeerOptions(token_file=path))
         assert str(path) in str(info.value)
         assert content.decode("latin-1") not in str(info.value) or not content
         with pytest.raises(errors.SourceError):
-            publish(ARRAYS, token_file=tmp_path / "missing")
+            publish(ARRAYS, peer=mfload.PeerOptions(token_file=tmp_path / "missing"))
 
 
 class TestCertificates:
@@ -612,7 +612,9 @@ class TestCertificates:
 
     def test_mutual_tls(self, certificates: Path) -> None:
         ca = certificates / "ca.pem"
-        with publish(ARRAYS, **own(certificates, "seed"), ca_file=ca) as seed:
+        with publish(
+            ARRAYS, **own(certificates, "seed"), peer=mfload.PeerOptions(ca_file=ca)
+        ) as seed:
             how = options("http", **own(certificates, "reader"), ca_file=ca)
             samples.assert_same(mfload.load(seed.url, "numpy", options=how), ARRAYS)
             for given in ({}, own(certificates, "stranger"), own(certificates, "old")):
@@ -625,7 +627,9 @@ class TestCertificates:
 
     def test_with_a_token_too(self, certificates: Path, token_file: str) -> None:
         ca = certificates / "ca.pem"
-        with publish(ARRAYS, **own(certificates, "seed"), token_file=token_file) as seed:
+        with publish(
+            ARRAYS, **own(certificates, "seed"), peer=mfload.PeerOptions(token_file=token_file)
+        ) as seed:
             with pytest.raises(errors.SourcePermissionError):
                 mfload.load(seed.url, "numpy", options=options("http", ca_file=ca))
             how = options("http", ca_file=ca, token_file=token_file)
@@ -668,7 +672,7 @@ class TestCertificates:
             (tmp_path / "moved").rename(ca)
             planner.registry.leave(record)
             peer = mfload.PeerOptions(planner=planner.url, **how)
-            with publish(ARRAYS, planner=planner.url, **how):
+            with publish(ARRAYS, peer=mfload.PeerOptions(planner=planner.url), **how):
                 given = mfload.Options(timeout=10, peer=peer)
                 samples.assert_same(mfload.load(f"peer:///{MODEL}", "numpy", options=given), ARRAYS)
 
@@ -680,9 +684,9 @@ class TestExposure:
     ) -> None:
         ca = certificates / "ca.pem"
         with pytest.raises(errors.UsageError, match="token or mutual TLS"):
-            publish(ARRAYS, address=address)
+            publish(ARRAYS, peer=mfload.PeerOptions(address=address))
         with pytest.raises(errors.UsageError, match="token or mutual TLS"):
-            publish(ARRAYS, address=address, **own(certificates, "seed"))
+            publish(ARRAYS, peer=mfload.PeerOptions(address=address), **own(certificates, "seed"))
         seed = security.Tls(**own(certificates, "seed"))
         with pytest.raises(errors.UsageError, match="token or mutual TLS"):
             security.check_exposure(address, None, seed)
@@ -717,14 +721,14 @@ class TestExposure:
     )
     def test_no_address(self, address: Any) -> None:
         with pytest.raises(errors.UsageError):
-            publish(ARRAYS, address=address)
+            publish(ARRAYS, peer=mfload.PeerOptions(address=address))
         with pytest.raises(errors.UsageError):
             security.split_address(address)
 
     def test_an_address_that_is_taken(self) -> None:
         with publish(ARRAYS) as seed:
             with pytest.raises(errors.UsageError, match="listen") as info:
-                publish(ARRAYS, address=seed.address)
+                publish(ARRAYS, peer=mfload.PeerOptions(address=seed.address))
             assert seed.address in str(info.value)
             samples.assert_same(mfload.load(seed.url, "numpy", options=options()), ARRAYS)
 

@@ -67,7 +67,9 @@ def test_no_such_transport() -> None:
         with pytest.raises(errors.UsageError, match=r"memory \| memfd"):
             mfload.load(seed.url, "numpy", options=_options("nothing"))
     with pytest.raises(errors.UsageError, match=r"memory \| memfd"):
-        mfload.publish({"x": np.ones(3)}, model="m", transports=("nothing",))
+        mfload.publish(
+            {"x": np.ones(3)}, model="m", peer=mfload.PeerOptions(transports=("nothing",))
+        )
 
 
 def test_a_transport_that_can_t_be_offered() -> None:
@@ -75,7 +77,7 @@ def test_a_transport_that_can_t_be_offered() -> None:
     before = threading.active_count()
     names = ("memfd", "collective")
     with pytest.raises(errors.UsageError, match="collective can't serve"):
-        mfload.publish({"x": np.ones(3)}, model="m", transports=names)
+        mfload.publish({"x": np.ones(3)}, model="m", peer=mfload.PeerOptions(transports=names))
     until = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)
@@ -116,7 +118,7 @@ def test_checksums_of_blocks(sizes: list[int]) -> None:
 
 def test_a_copy_that_fails_is_made_for_the_next_reader() -> None:
     """As on a device that has no memory for a moment."""
-    with mfload.publish(ARRAYS, model="m", transports=("memfd",)) as seed:
+    with mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(transports=("memfd",))) as seed:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Data, "parts", _failing)
             with pytest.raises(errors.SourceError, match="the seed hands over no memory"):
@@ -253,7 +255,9 @@ def _post(seed: Any, path: str, body: bytes, method: str = "POST") -> tuple[int,
 
 def test_a_seed_answers_for_its_transports(echo: Echo) -> None:
     """JSON for JSON; what is malformed, of another generation or another transport is refused."""
-    with mfload.publish({"x": np.ones(4)}, model="m", transports=("http", "echo")) as seed:
+    with mfload.publish(
+        {"x": np.ones(4)}, model="m", peer=mfload.PeerOptions(transports=("http", "echo"))
+    ) as seed:
         with pytest.raises(errors.SourceError, match="'twice': 64"):
             mfload.load(seed.url, "numpy", options=_options("echo"))
         about = seed.manifest
@@ -275,8 +279,8 @@ def test_a_seed_answers_for_its_transports(echo: Echo) -> None:
 def test_they_need_the_token_too(echo: Echo, tmp_path: Path) -> None:
     """Without it nothing is asked of a transport."""
     (tmp_path / "token").write_text("a-long-secret")
-    given: Any = {"token_file": tmp_path / "token", "transports": ("echo",)}
-    with mfload.publish({"x": np.ones(4)}, model="m", **given) as seed:
+    peer = mfload.PeerOptions(token_file=tmp_path / "token", transports=("echo",))
+    with mfload.publish({"x": np.ones(4)}, model="m", peer=peer) as seed:
         path = f"/v1/ways/{seed.manifest.incarnation}/0/echo"
         assert _post(seed, path, b'{"n": 2}')[0] == 401
     assert echo.asked == []
@@ -289,7 +293,7 @@ def test_they_need_the_token_too(echo: Echo, tmp_path: Path) -> None:
 def test_nixl_reads_what_is_registered() -> None:
     """And lets go of it in the end."""
     report = Report()
-    with mfload.publish(ARRAYS, model="m", transports=("nixl",)) as seed:
+    with mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(transports=("nixl",))) as seed:
         _same(mfload.load(seed.url, "numpy", options=_options("nixl"), report=report))
         serving = next(iter(Agent.known.values()))
         assert serving.pumped
@@ -303,7 +307,7 @@ def test_nixl_reads_what_is_registered() -> None:
 def test_nixl_keeps_what_it_may_still_write_to(state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slot of a transfer that did not end well outlives the load, which ends in time."""
     monkeypatch.setattr(Agent, "state", state)
-    with mfload.publish(ARRAYS, model="m", transports=("nixl",)) as seed:
+    with mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(transports=("nixl",))) as seed:
         start = time.monotonic()
         with pytest.raises(errors.ReadError, match=r"stalls|broke off|has ended"):
             mfload.load(seed.url, "numpy", options=_options("nixl", stalled=0.3))
@@ -335,7 +339,7 @@ def test_nixl_keeps_a_transfer_of_a_seed_that_can_t_be_asked(
     monkeypatch.setattr(transports.Remote, "ask", asked)
     monkeypatch.setattr(nixl, "_ASKED", 0.0)
     with (
-        mfload.publish(ARRAYS, model="m", transports=("nixl",)) as seed,
+        mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(transports=("nixl",))) as seed,
         pytest.raises(errors.ReadError, match="can't be asked"),
     ):
         mfload.load(seed.url, "numpy", options=_options("nixl"))
@@ -383,7 +387,7 @@ def test_nixl_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed that is to offer it does not start; a reader takes another transport."""
     monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
     with pytest.raises(errors.FrameworkMissingError, match="nixl-cu13"):
-        mfload.publish(ARRAYS, model="m", transports=("nixl",))
+        mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(transports=("nixl",)))
     found = nixl.connect({"metadata": "QQ==", "spans": Spans.told([[1, 10]])}, _remote())
     assert found == "the package nixl-cu13 is not installed"
 
@@ -425,7 +429,9 @@ def test_two_processes_of_gloo(tmp_path: Path) -> None:
 def test_nccl_over_a_fake(ranks: list[int]) -> None:
     """Through the device that each side had when it began, which its threads have not."""
     report = Report()
-    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+    with mfload.publish(
+        ARRAYS, model="m", peer=mfload.PeerOptions(transports=("collective",))
+    ) as seed:
         ranks[0] = 1
         _same(mfload.load(seed.url, "numpy", options=_options("collective"), report=report))
         assert "(nccl): the seed is disturbed" in report.route[0][2]
@@ -442,7 +448,9 @@ def test_a_message_that_does_not_come(ranks: list[int], monkeypatch: pytest.Monk
     """Ends the load in time; what it would land in is kept."""
     sent = SimpleNamespace(wait=lambda timeout: None)
     monkeypatch.setattr(Nccl, "send", lambda *_: sent)
-    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+    with mfload.publish(
+        ARRAYS, model="m", peer=mfload.PeerOptions(transports=("collective",))
+    ) as seed:
         ranks[0], start = 1, time.monotonic()
         with pytest.raises(errors.ReadError, match="the seed stalls"):
             mfload.load(seed.url, "numpy", options=_options("collective", stalled=0.3))
@@ -461,7 +469,9 @@ def test_weights_replaced_before_a_group_breaks_off(
         raise RuntimeError("Connection closed by peer")
 
     unchecked = PeerOptions(transports=("collective",), checksums=False)
-    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+    with mfload.publish(
+        ARRAYS, model="m", peer=mfload.PeerOptions(transports=("collective",))
+    ) as seed:
         ranks[0] = 1
         with mfload.open(seed.url, "numpy", options=Options(peer=unchecked)) as opened:
             name = opened.keys()[-1]
@@ -479,7 +489,9 @@ def test_weights_replaced_before_a_group_breaks_off(
 def test_what_a_seed_is_asked_to_send(ranks: list[int]) -> None:
     """Ranks of others, names once, and ranges within the data."""
     name = "0" * 32
-    with mfload.publish(ARRAYS, model="m", transports=("collective",)) as seed:
+    with mfload.publish(
+        ARRAYS, model="m", peer=mfload.PeerOptions(transports=("collective",))
+    ) as seed:
         path = f"/v1/ways/{seed.manifest.incarnation}/0/collective"
         size = seed.manifest.size
 
@@ -511,7 +523,7 @@ def test_no_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A seed that is to offer it does not start; a reader takes another transport."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     with pytest.raises(errors.UsageError, match=r"torch\.distributed has no process group"):
-        mfload.publish(ARRAYS, model="m", transports=("collective",))
+        mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(transports=("collective",)))
     given = {"rank": 0, "key": "mfload/seed/1", "backend": "gloo"}
     assert collective.connect(given, _remote()) == "torch.distributed has no process group here"
 
@@ -607,7 +619,9 @@ def test_mooncake_by_its_entry_point(mooncake: Callable[[], Any]) -> None:
     with mfload.publish(ARRAYS, model="m") as seed:
         assert "mooncake" not in seed.manifest.ways
         assert "mfload_mooncake" not in sys.modules
-    with mfload.publish(ARRAYS, model="m", transports=("http", "mooncake")) as seed:
+    with mfload.publish(
+        ARRAYS, model="m", peer=mfload.PeerOptions(transports=("http", "mooncake"))
+    ) as seed:
         _same(mfload.load(seed.url, "numpy", report=report))
         assert report.route[0][1] == "peer-http"
         _same(mfload.load(seed.url, "numpy", options=_options("mooncake"), report=report))
@@ -620,14 +634,16 @@ def test_mooncake_by_its_entry_point(mooncake: Callable[[], Any]) -> None:
 def test_mooncake_ranges_beyond_a_batch(mooncake: Callable[[], Any]) -> None:
     """Mooncake takes 1024 ranges at once; the example gives it fewer."""
     many = {f"t{n}": np.full(3, n, np.int16) for n in range(3000)}
-    with mfload.publish(many, model="m", transports=("mooncake",)) as seed:
+    with mfload.publish(many, model="m", peer=mfload.PeerOptions(transports=("mooncake",))) as seed:
         found = mfload.load(seed.url, "numpy", options=_options("mooncake"))
     assert all((found[name] == each).all() for name, each in many.items())
 
 
 def test_mooncake_keeps_what_it_may_still_write_to(mooncake: Callable[[], Any]) -> None:
     """A slot of a failed read is never used again."""
-    with mfload.publish(ARRAYS, model="m", transports=("mooncake",)) as seed:
+    with mfload.publish(
+        ARRAYS, model="m", peer=mfload.PeerOptions(transports=("mooncake",))
+    ) as seed:
         Engine.error = -1
         with pytest.raises(errors.ReadError, match="Mooncake's read failed"):
             mfload.load(seed.url, "numpy", options=_options("mooncake"))
@@ -653,7 +669,9 @@ def _small(count: int) -> dict[str, Any]:
 def test_the_tensor_that_changed_is_named(transport: str, names: Any) -> None:
     """Not the first of its block, of which a block has some thirty."""
     arrays = _small(120)
-    with mfload.publish(arrays, model="m", transports=(transport,)) as seed:
+    with mfload.publish(
+        arrays, model="m", peer=mfload.PeerOptions(transports=(transport,))
+    ) as seed:
         arrays["t117"][-1] = -1
         with pytest.raises(errors.ChecksumError, match="in place") as caught:
             mfload.load(seed.url, "numpy", names=names, options=_options(transport))
@@ -670,7 +688,7 @@ def test_the_tensor_that_changed_is_named(transport: str, names: Any) -> None:
 def test_one_that_lies_in_several_blocks_or_has_two_names() -> None:
     big = np.zeros(3 * BLOCK + 5, np.uint8)
     arrays = {"a": np.ones(7), "big": big, "same": big, "z": np.ones(9)}
-    with mfload.publish(arrays, model="m", transports=("memory",)) as seed:
+    with mfload.publish(arrays, model="m", peer=mfload.PeerOptions(transports=("memory",))) as seed:
         for at in (0, BLOCK + 1, 3 * BLOCK + 4):
             big[at] = 1
             with pytest.raises(errors.ChecksumError, match="2 tensors: big, same") as caught:
@@ -685,7 +703,7 @@ def test_a_seed_without_sums_of_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     true = Data.checksums
     monkeypatch.setattr(Data, "checksums", lambda self: (true(self)[0], ""))
     arrays = {name: np.ones(3) for name in "abc"}
-    with mfload.publish(arrays, model="m", transports=("memory",)) as seed:
+    with mfload.publish(arrays, model="m", peer=mfload.PeerOptions(transports=("memory",))) as seed:
         arrays["b"][0] = 2
         with pytest.raises(errors.ChecksumError, match="one or more of a, b, c") as caught:
             mfload.load(seed.url, "numpy", options=_options("memory"))
@@ -698,7 +716,9 @@ def test_gaps_that_are_read_over_are_no_damage(transport: str) -> None:
     random = np.random.default_rng(4)
     arrays = {f"t{n}": random.integers(0, 255, size, np.uint8)
               for n, size in enumerate(random.integers(1, 40_000, 120))}  # fmt: skip
-    with mfload.publish(arrays, model="m", transports=(transport,)) as seed:
+    with mfload.publish(
+        arrays, model="m", peer=mfload.PeerOptions(transports=(transport,))
+    ) as seed:
         for names in (["t0", "t2", "t4"], *(random.permutation([*arrays])[:40] for _ in range(8))):
             found = mfload.load(seed.url, "numpy", names=[*names], options=_options(transport))
             for name in names:
@@ -723,7 +743,7 @@ def test_a_seed_of_this_process_is_read_without_the_kernel(monkeypatch: pytest.M
                 return
             seed.update(made(generation))
 
-    with mfload.publish(made(0), model="m", checksums=False) as seed:
+    with mfload.publish(made(0), model="m", peer=mfload.PeerOptions(checksums=False)) as seed:
         with mfload.open(seed.url, "numpy", options=options) as opened:
             seed.update(made(1))
             with pytest.raises(errors.SourceChangedError):
@@ -745,7 +765,9 @@ def test_a_seed_of_this_process_is_read_without_the_kernel(monkeypatch: pytest.M
 
 def test_words_of_generations_are_never_freed() -> None:
     """What takes the place of freed memory may hold the secret of a generation that ended."""
-    with mfload.publish({"a": np.ones(9)}, model="m", transports=["memory"]) as seed:
+    with mfload.publish(
+        {"a": np.ones(9)}, model="m", peer=mfload.PeerOptions(transports=["memory"])
+    ) as seed:
         places = set[int]()
         for _ in range(20):
             given = seed.manifest.ways["memory"]["proof"]

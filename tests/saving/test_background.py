@@ -163,7 +163,7 @@ class TestWhatIsSaved:
         pending = mfload.save(tree, tmp_path / "a.safetensors", background=True, checksums="xxh3")
         tree["params"][0][:] = 5
         assert any("checksums written" in note for note in pending.result(SECONDS).notes)
-        assert mfload.verify(tmp_path / "a.safetensors", checksums="check").ok
+        assert mfload.verify(tmp_path / "a.safetensors", mode="check").ok
         found = mfload.restore(tmp_path / "a.safetensors", framework="numpy")
         assert found["step"] == 7
         assert found["params"][0].tolist() == [1, 1, 1]

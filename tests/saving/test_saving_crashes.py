@@ -72,7 +72,7 @@ def replayed(
             whole[found] += 1
             assert not returned or found == "new", f"{found} after the call returned"
             if returned and scenario.summed:
-                assert mfload.verify(scenario.path(folder), checksums="check").ok
+                assert mfload.verify(scenario.path(folder), mode="check").ok
             if mode == "no-links" and found == "new" and scenario.new is not None:
                 continue  # Without hard links, shards are not replaced.
             overwrite = scenario.old != 0 or found == "new"

@@ -275,7 +275,7 @@ def test_the_proxy_is_that_of_requests(
 def test_peers_are_read_directly(proxy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.port}")
-    with mfload.publish(MODEL, model="m", transports=("http",)) as seed:
+    with mfload.publish(MODEL, model="m", peer=mfload.PeerOptions(transports=("http",))) as seed:
         samples.assert_same(mfload.load(seed.url, "numpy"), MODEL)
     assert not proxy.asked
 

@@ -94,14 +94,14 @@ class TestEveryCall:
         assert "there is no manifest at http://127.0.0.1" in found.notes[-1]
         path = tmp_path / "model.safetensors"
         path.write_bytes(raw)
-        mfload.verify(path, checksums="write")
+        mfload.verify(path, mode="write")
         server.files["/model.safetensors.checksums.json"] = (
             tmp_path / "model.safetensors.checksums.json"
         ).read_bytes()
         found = mfload.verify(server.url(), against=path)
         assert found.ok
         assert set(found.checked) >= {"checksums", "against"}
-        found = mfload.verify(server.url() + "?token=x", algorithm="sha256")
+        found = mfload.verify(server.url() + "?token=x", checksums="sha256")
         assert found.ok
         assert found.checked[-1] == "sha256"
         # The name that earlier versions gave counts if the manifest has this file.
@@ -119,7 +119,7 @@ class TestEveryCall:
         server.files["/model.safetensors"] = bytes(broken)
         assert not mfload.verify(server.url())
         with pytest.raises(errors.UsageError, match="no manifest can lie"):
-            mfload.verify(server.url(), checksums="write")
+            mfload.verify(server.url(), mode="write")
 
     def test_a_manifest_that_is_refused_counts_as_none(self, server: Server) -> None:
         server.always = lambda each: each.path.endswith(".json") and refuse(403)(each)

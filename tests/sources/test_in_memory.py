@@ -52,11 +52,11 @@ def test_every_call(raw: bytes, tmp_path: Path) -> None:
     assert mfload.verify(raw, against=path).ok
     assert mfload.verify(raw).notes[-1].startswith("there is no manifest: ")
     assert mfload.diff(raw, path).equal
-    written = mfload.verify(raw, checksums="write", manifest=tmp_path / "sums.json").manifest
+    written = mfload.verify(raw, mode="write", manifest=tmp_path / "sums.json").manifest
     assert written is not None
     samples.assert_same(mfload.load(raw, "numpy", verify=written), MODEL)
     with pytest.raises(errors.UsageError, match="manifest"):
-        mfload.verify(raw, checksums="check")
+        mfload.verify(raw, mode="check")
 
 
 def test_a_list(raw: bytes, tmp_path: Path) -> None:

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 import mfload
 import mfload.compat
-from mfload.loading.lazy import LazyCheckpoint, TensorSlice
-from mfload.loading.stream import Stream
 
 Array = NDArray[Any]
 
@@ -89,19 +87,19 @@ def onto_several_devices(cuda: torch.device) -> None:
 
 def lazily(chosen: mfload.Framework) -> None:
     with mfload.open("model/") as opened:
-        assert_type(opened, LazyCheckpoint[Array])
+        assert_type(opened, mfload.LazyCheckpoint[Array])
         assert_type(opened.get_tensor("a"), Array)
-        assert_type(opened.get_slice("a"), TensorSlice[Array])
+        assert_type(opened.get_slice("a"), mfload.TensorSlice[Array])
         assert_type(opened.get_slice("a")[:, 8:16], Array)
     with mfload.open("model/", "torch", "cuda:0", options=mfload.Options()) as lazy:
         assert_type(lazy.get_tensor("a"), torch.Tensor)
         assert_type(lazy.get_tensors(["a"]), dict[str, torch.Tensor])
         assert_type(lazy.keys(), list[str])
-    assert_type(mfload.open("model/", "jax"), LazyCheckpoint[jax.Array])
-    assert_type(mfload.open("model/", "tf"), LazyCheckpoint[tf.Tensor])
-    assert_type(mfload.open("model/", "paddle"), LazyCheckpoint[paddle.Tensor])
-    assert_type(mfload.open("model/", "cupy"), LazyCheckpoint[cupy.ndarray])
-    assert_type(mfload.open("model/", np), LazyCheckpoint[Any])
+    assert_type(mfload.open("model/", "jax"), mfload.LazyCheckpoint[jax.Array])
+    assert_type(mfload.open("model/", "tf"), mfload.LazyCheckpoint[tf.Tensor])
+    assert_type(mfload.open("model/", "paddle"), mfload.LazyCheckpoint[paddle.Tensor])
+    assert_type(mfload.open("model/", "cupy"), mfload.LazyCheckpoint[cupy.ndarray])
+    assert_type(mfload.open("model/", np), mfload.LazyCheckpoint[Any])
     mfload.open("model/", chosen).get_tensor("a").shape
     mfload.open("model/", "numpi")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
@@ -111,15 +109,15 @@ def one_by_one(model: torch.nn.Module) -> None:
         assert_type(name, str)
         assert_type(array, Array)
     with mfload.stream("model/", framework="torch", lazy=True) as tensors:
-        assert_type(tensors, Stream[torch.Tensor])
+        assert_type(tensors, mfload.Stream[torch.Tensor])
         weights: Iterable[tuple[str, torch.Tensor]] = tensors
         model.load_state_dict(dict(weights))
-    assert_type(mfload.stream("model/", "jax"), Stream[jax.Array])
-    assert_type(mfload.stream("model/", "tf", lazy=False), Stream[tf.Tensor])
-    assert_type(mfload.stream("model/", "paddle"), Stream[paddle.Tensor])
-    assert_type(mfload.stream("model/", "cupy"), Stream[cupy.ndarray])
+    assert_type(mfload.stream("model/", "jax"), mfload.Stream[jax.Array])
+    assert_type(mfload.stream("model/", "tf", lazy=False), mfload.Stream[tf.Tensor])
+    assert_type(mfload.stream("model/", "paddle"), mfload.Stream[paddle.Tensor])
+    assert_type(mfload.stream("model/", "cupy"), mfload.Stream[cupy.ndarray])
     # What is read when it is used is an array of PyTorch alone.
-    assert_type(mfload.stream("model/", "jax", lazy=True), Stream[Any])
+    assert_type(mfload.stream("model/", "jax", lazy=True), mfload.Stream[Any])
     mfload.stream("model/", "jx")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
@@ -156,7 +154,7 @@ def saved_and_published(arrays: dict[str, jax.Array], tensors: dict[str, torch.T
     assert_type(wait([pending]).done, set[Future[mfload.Saved]])
     either = mfload.save(arrays, "a.safetensors", background=bool(tensors), overwrite=True)
     assert_type(either, mfload.Saved | mfload.PendingSave)
-    assert_type(mfload.verify("model/", checksums="write"), mfload.Verification)
+    assert_type(mfload.verify("model/", mode="write"), mfload.Verification)
     assert_type(mfload.diff("model/", "a.safetensors"), mfload.Difference)
     with mfload.publish(tensors, model="org/name", revision="step-100") as seed:
         assert_type(seed.url, str)
