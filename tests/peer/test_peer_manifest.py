@@ -541,7 +541,7 @@ class TestEndlessReplies:
             begin = time.monotonic()
             run = [sys.executable, "-c", textwrap.dedent(code), url]
             done = subprocess.run(run, capture_output=True, text=True, timeout=30, check=False)
-            assert time.monotonic() - begin < 10
+            assert time.monotonic() - begin < 20
         assert done.returncode == 0, done.stderr
         assert "Error" in done.stdout
 

