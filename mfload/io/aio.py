@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mfload.runtime import Forked
+
 _PREADV = 7
 # setup, destroy, getevents, submit.
 _NUMBERS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
@@ -35,7 +37,7 @@ class Aio:
     """A context of the kernel's (see `gather.Ring`); raises OSError if it is not to be had."""
 
     def __init__(self, depth: int) -> None:
-        self._context, self._process = ctypes.c_ulong(0), os.getpid()
+        self._context, self._forked = ctypes.c_ulong(0), Forked()
         numbers = _NUMBERS.get(platform.machine())
         if numbers is None or sys.byteorder != "little":
             raise OSError(errno.ENOSYS, f"not known how to on {platform.machine()}")
@@ -105,7 +107,7 @@ class Aio:
         if not os:
             return
         context, self._context = self._context, ctypes.c_ulong(0)
-        if context.value and self._process == os.getpid():  # A fork has none.
+        if context.value and not self._forked:  # A fork has none.
             self._call(self._destroy, context)
 
     def __del__(self) -> None:

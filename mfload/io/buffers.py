@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mfload import errors
+from mfload.runtime import in_forks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -40,8 +41,7 @@ class ByteCounter:
     def __init__(self) -> None:
         self.live = self.peak = 0
         self.renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self.renew)
+        in_forks(self.renew)
 
     def renew(self) -> None:
         """Makes the lock anew: a fork may have copied it while another thread held it."""

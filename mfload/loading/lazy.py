@@ -27,12 +27,11 @@ from mfload.planning import boxes
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
-from mfload.runtime import Usage, local_processes, share_of_cores, usage
+from mfload.runtime import Crew, Usage, local_processes, share_of_cores, usage
 from mfload.sources.base import Costs, Source
 
 if TYPE_CHECKING:
     from mfload.io.mapped import MapRange
-    from mfload.io.threads import Crew
     from mfload.options import Options
     from mfload.report import Report
 
@@ -316,8 +315,6 @@ class _Reader:
             read(0)
             return used
         if self._crew is None:
-            from mfload.io.threads import Crew  # Late: most reads take this thread alone.
-
             self._crew = Crew()
         self._crew.share(read, count, count)
         return used

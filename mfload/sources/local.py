@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from mfload import errors
+from mfload.runtime import in_forks
 from mfload.sources.base import ClosedAtEnd, Costs, Identity, shrunk
 
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
@@ -288,18 +289,17 @@ def _limit_kept(newest: LocalFile) -> None:
                 source.kept = None
 
 
+@in_forks
 def _close_kept() -> None:
-    """Closes all files that are kept; they are opened again when they are asked for."""
+    """Closes all files that are kept; they are opened again when they are asked for.
+
+    A descriptor that two processes share would have one state of reading ahead for both.
+    """
     for each in list(_keepers):
         source = each()
         if source is not None:
             source.kept = None
     _keepers.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    # A descriptor that two processes share would have one state of reading ahead for both.
-    os.register_at_fork(after_in_child=_close_kept)
 
 
 def _open(path: str, flags: int | None) -> tuple[int, Identity]:
