@@ -266,6 +266,38 @@ class _Kept(OpenFile):
             close(self.fd)
 
 
+class AtOnce(ClosedAtEnd):
+    """A file that is kept open, and a handle of it, which reads what the page cache holds.
+
+    It never waits: for all else it raises BlockingIOError. That is a file which is not open yet,
+    bytes that come from a disk, and a system or a file system that can't tell.
+    """
+
+    file = None
+
+    def __init__(self, source: Any) -> None:
+        self._kept = getattr(source, "kept", None)  # The last reference would close it.
+        self.fd = getattr(self._kept, "fd", -1)
+
+    def open(self, flags: int = 0) -> AtOnce:
+        """The same."""
+        return self
+
+    def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
+        """Fills the buffers of a vector (see `Handle`)."""
+        least = sum(part.nbytes for part in vector) if least is None else least
+        try:
+            got = os.preadv(self.fd, vector, offset, os.RWF_NOWAIT)
+        except (AttributeError, OSError):
+            got = 0
+        if got < least:
+            raise BlockingIOError(errno.EAGAIN, "the page cache does not hold all of it")
+        return got
+
+    def close(self) -> None:
+        """Does nothing, as with what is kept open."""
+
+
 # Files that are kept open, the longest open first. Appending to a deque and taking from it need no
 # lock, which a fork might copy while another thread holds it.
 _keepers: deque[weakref.ref[LocalFile]] = deque()
