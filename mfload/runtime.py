@@ -90,13 +90,16 @@ class Task(Generic[T]):
 
     It is waited for by a lock: an interrupted `Thread.join` takes a thread that runs for one that
     ended (Python 3.9 to 3.12), and an interrupted wait for an event can leave that locked.
+
+    Attributes:
+        ended: Whether the call is over.
     """
 
     def __init__(self, call: Callable[[], T], service: bool = False) -> None:
         self._call = [call]  # Popped: it is in no frame of an error, nor kept after the call.
         self._service = service
         self._outcome: tuple[Any, BaseException | None] = None, None
-        self._over, self._ended, self._forked = allocate_lock(), False, Forked()
+        self._over, self.ended, self._forked = allocate_lock(), False, Forked()
         self._over.acquire()
         self.thread: threading.Thread | None = None
 
@@ -128,7 +131,7 @@ class Task(Generic[T]):
         finally:
             if last is not None:
                 last()
-            self._ended = True
+            self.ended = True
             self._over.release()
 
     def join(self, timeout: float | None = None) -> bool:
@@ -138,13 +141,13 @@ class Task(Generic[T]):
         """
         seconds = -1 if timeout is None else min(max(0.0, timeout), TIMEOUT_MAX)
         begun = self.thread is None or self.thread.ident is not None  # Else it was interrupted.
-        there = begun and not self._ended and not self._forked
+        there = begun and not self.ended and not self._forked
         if there and self._over.acquire(timeout=seconds):
             self._over.release()
-        if self._ended and self.thread is not None:
+        if self.ended and self.thread is not None:
             self.thread.join()  # It has nothing left to do.
             self.thread = None
-        return self._ended
+        return self.ended
 
     def result(self) -> T:
         """Waits for its end, and returns or raises what the call did; an error a single time."""

@@ -148,10 +148,9 @@ class Link:
         task, self._under_way = self._under_way, None
         interrupted: KeyboardInterrupt | None = None
         try:
-            ended = False
-            while not ended:
+            while not task.ended:
                 try:
-                    ended = self._wait(task, check)
+                    self._wait(task, check)
                 except KeyboardInterrupt as error:
                     if interrupted is not None:
                         raise
@@ -169,10 +168,9 @@ class Link:
             self.abandon()
             raise
 
-    def _wait(self, task: Task[Any], check: Callable[[], object]) -> bool:
-        """Waits for a moment; whether the task has ended."""
+    def _wait(self, task: Task[Any], check: Callable[[], object]) -> None:
         if task.join(min(_TICK, self._deadline.left())):
-            return True
+            return
         try:
             check()
         except errors.ProcessError:
@@ -182,4 +180,3 @@ class Link:
                 raise
         if self._deadline.left() <= 0:
             raise self._deadline.error("exchanging bytes with the other processes")
-        return False
