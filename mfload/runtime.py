@@ -1,19 +1,26 @@
-"""What a call shares with the interpreter and the machine: time, the garbage collector, cores."""
+"""What a call shares with the interpreter and the machine.
+
+Threads are started here and nowhere else, with what bounds a wait for them and what becomes of them
+in a fork; and there are the garbage collector and cores.
+"""
 
 from __future__ import annotations
 
 import collections
 import functools
 import gc
+import itertools
 import os
 import sys
 import time
-from _thread import TIMEOUT_MAX
+import weakref
+from _thread import TIMEOUT_MAX, allocate_lock
+from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from numbers import Real
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mfload import errors
 
@@ -23,6 +30,8 @@ if sys.platform != "linux":
 T = TypeVar("T")
 
 if TYPE_CHECKING:
+    import threading
+    from queue import SimpleQueue
     from typing import NamedTuple as NamedTuple
 else:
     _like = collections.namedtuple("_like", "a b c d e f g h")
@@ -68,6 +77,233 @@ else:
             return f"{type(self).__name__}({', '.join(pairs)})"
 
 
+class Forked:
+    """True in a fork of the process that made it, else False: for what a child must not use."""
+
+    __slots__ = ("_process",)
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __bool__(self) -> bool:
+        return self._process != os.getpid()
+
+
+class Task(Generic[T]):
+    """A call in a thread.
+
+    It is waited for by a lock: an interrupted `Thread.join` takes a thread that runs for one that
+    ended (Python 3.9 to 3.12), and an interrupted wait for an event can leave that locked.
+
+    Attributes:
+        ended: Whether the call is over.
+    """
+
+    def __init__(self, call: Callable[[], T], service: bool = False) -> None:
+        self._call = [call]  # Popped: it is in no frame of an error, nor kept after the call.
+        self._service = service
+        self._outcome: tuple[Any, BaseException | None] = None, None
+        self._over, self.ended, self._forked = allocate_lock(), False, Forked()
+        self._over.acquire()
+        self.thread: threading.Thread | None = None
+
+    def start(self, name: str, daemon: bool = True) -> Task[T]:
+        """Starts its thread; raises RuntimeError if the system gives no more of them.
+
+        The exit of the interpreter waits for the thread unless it is a `daemon`, as all are that
+        may hang in the kernel.
+        """
+        import threading  # Late: a small load has no other thread.
+
+        thread = threading.Thread(target=self.run, name=name, daemon=daemon)
+        self.thread = thread
+        try:
+            thread.start()
+        except RuntimeError:
+            self.thread = None
+            raise
+        return self
+
+    def run(self, last: Callable[[], object] | None = None) -> None:
+        """Makes the call, and lets those go on that wait for it, after `last`."""
+        try:
+            self._outcome = self._call.pop()(), None
+        except BaseException as error:
+            if self._service:
+                raise
+            self._outcome = None, error
+        finally:
+            if last is not None:
+                last()
+            self.ended = True
+            self._over.release()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Waits for its end, for so many seconds at most; whether it has ended.
+
+        In a fork it has not, and is not waited for, if its thread goes on in the parent.
+        """
+        seconds = -1 if timeout is None else min(max(0.0, timeout), TIMEOUT_MAX)
+        begun = self.thread is None or self.thread.ident is not None  # Else it was interrupted.
+        there = begun and not self.ended and not self._forked
+        if there and self._over.acquire(timeout=seconds):
+            self._over.release()
+        if self.ended and self.thread is not None:
+            self.thread.join()  # It has nothing left to do.
+            self.thread = None
+        return self.ended
+
+    def result(self) -> T:
+        """Waits for its end, and returns or raises what the call did; an error a single time."""
+        self.join()
+        value, error = self._outcome
+        if error is None:
+            return value
+        try:
+            raise error
+        finally:
+            self._outcome, error = (None, None), None  # It refers to this frame: no cycle is left.
+
+
+def start(
+    call: Callable[[], T],
+    name: str = "mfload-reader",
+    *,
+    daemon: bool = True,
+    service: bool = False,
+) -> Task[T]:
+    """Makes a call in a new thread (see `Task.start`).
+
+    What it raises is raised by `Task.result`; of a `service`, whose result is not asked for, it
+    goes to `threading.excepthook`.
+    """
+    return Task(call, service).start(name, daemon)
+
+
+Start = Callable[[Callable[[], object]], Task[Any]]
+"""Has something called in a thread (see `start`)."""
+
+
+class _Queues:
+    """Of the threads that wait; threads refer to these, and not to their crew."""
+
+    def __init__(self) -> None:
+        self.idle: deque[SimpleQueue[Task[Any] | None]] = deque()
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+        while self.idle:
+            self.idle.pop().put(None)
+
+    def work(self, mine: SimpleQueue[Task[Any] | None]) -> None:
+        while (task := mine.get()) is not None:
+            # Before its end is told: who waits for it has more.
+            task.run(functools.partial(self.idle.append, mine))
+            task = None
+            if self.closed:
+                self.close()
+
+
+class Crew:
+    """Threads that do one thing after another until it is closed; a fork gets others.
+
+    A new thread begins where the system puts it, mostly beside its parent on one core: for work of
+    a few milliseconds it is late. Those of a crew have found their places.
+    """
+
+    def __init__(self) -> None:
+        self._queues, self._forked = _Queues(), Forked()
+
+    def start(self, call: Callable[[], T]) -> Task[T]:
+        """Has a thread that waits call it, or a new one (see `start`)."""
+        if self._forked:
+            self._queues, self._forked = _Queues(), Forked()
+        task, queues = Task(call), self._queues
+        try:
+            mine = queues.idle.pop()
+        except IndexError:
+            from queue import SimpleQueue
+
+            mine = SimpleQueue()
+            start(functools.partial(queues.work, mine))
+        mine.put(task)
+        return task
+
+    def share(self, work: Callable[[int], object], count: int, threads: int) -> None:
+        """Calls `work` with the numbers from 0 to `count`, in this thread and some of the crew.
+
+        Returns when all has ended, even if it is interrupted: threads may write to memory that the
+        caller lets go of. After an error no more is begun. Raises the first error.
+        """
+        numbers, failed, under_way = itertools.count(), list[Any](), set[int]()
+
+        def take() -> None:
+            while (number := next(numbers)) < count:
+                try:
+                    under_way.add(number)
+                    if failed:
+                        break
+                    work(number)
+                except BaseException as error:  # noqa: BLE001 - raised by the caller
+                    failed.append(error)
+                finally:
+                    under_way.discard(number)
+
+        running: list[Task[None]] = []
+        begun = False
+        while True:
+            try:
+                if not begun:
+                    begun = True
+                    with suppress(RuntimeError):  # The system gives no more threads.
+                        for _ in range(min(count, threads) - 1):
+                            running.append(self.start(take))
+                    take()
+                for each in running:
+                    each.join()
+                while under_way:  # Of a thread whose start was interrupted.
+                    time.sleep(0.001)
+                break
+            except BaseException as error:  # noqa: BLE001 - such as KeyboardInterrupt
+                failed.append(error)
+        if failed:
+            try:
+                raise failed[0]
+            finally:
+                failed[:] = [None]  # Its frames refer to it; a thread that is late still stops.
+
+    def close(self) -> None:
+        """Ends the threads, each when its work is done; waits for none."""
+        self._queues.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def forget_in_forks(owner: Any) -> None:
+    """Has `owner.forget()` close descriptors in each fork of this process, while there is an owner.
+
+    A connection that a fork held too would stay open after a kill of its parent.
+    """
+    _owners.add(owner)
+
+
+def in_forks(call: Callable[[], object]) -> Callable[[], object]:
+    """Has a function called in each fork of this process; a decorator."""
+    os.register_at_fork(after_in_child=call)
+    return call
+
+
+@in_forks
+def _forget() -> None:
+    for each in list(_owners):
+        each.forget()
+
+
 class Deadline:
     """The moment when a timeout of `seconds` has run out; never, for None and infinity."""
 
@@ -101,30 +337,11 @@ class Deadline:
         """
         if self._end is None and not apart:
             return call()
-        import threading
-
-        outcome: list[tuple[Any, BaseException | None]] = []
-        work = [call]  # It is in no frame of an error, which would keep what it refers to.
-        del call
-
-        def run() -> None:
-            try:
-                outcome.append((work.pop()(), None))
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=run, name="mfload-bounded", daemon=True)
-        thread.start()
-        thread.join(None if self._end is None else max(0.0, self.left()))
-        if not outcome:
+        task = start(call, "mfload-bounded")
+        del call  # It is in no frame of an error, which would keep what it refers to.
+        if not task.join(None if self._end is None else self.left()):
             raise self.error(what, file)
-        value, error = outcome.pop()
-        if error is None:
-            return value
-        try:
-            raise error
-        finally:
-            del error  # The error refers to this frame: without this, they form a cycle.
+        return task.result()
 
 
 def explained(function: Any, label: str) -> Any:
@@ -191,14 +408,11 @@ def gc_paused() -> Generator[None]:
             _threshold = None
 
 
-def _after_fork() -> None:
+@in_forks
+def _end_pause() -> None:
     """Ends a pause of a thread that is not in the child."""
     if _threshold is not None and gc.get_threshold()[0] == 0:
         gc.set_threshold(*_threshold)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def cores() -> int:

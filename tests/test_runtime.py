@@ -1,4 +1,4 @@
-"""What calls share: the collector waits while many objects are made; the cores."""
+"""What calls share: the collector waits while many objects are made; threads and forks; cores."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import gc
 import inspect
 import os
 import pickle
+import re
 import signal
 import threading
+import time
 import typing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -190,3 +193,50 @@ def test_what_is_said_of_processes_counts_where_no_launcher_says_it(
     assert runtime.local_processes() == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert runtime.local_processes() == 2
+
+
+def test_threads_are_started_in_one_file() -> None:
+    begun = re.compile(r"Thread\(|Timer\(|ThreadPoolExecutor\(|ThreadingMixIn|register_at_fork\(")
+    root = Path(runtime.__file__).parent
+    found = [path for path in root.rglob("*.py") if begun.search(path.read_text())]
+    assert found == [Path(runtime.__file__)]
+
+
+def test_an_interrupted_wait_leaves_a_task_as_it_is() -> None:
+    """`Thread.join` of Python 3.12 and before would take it for one that has ended."""
+    go = threading.Event()
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    task = runtime.start(lambda: go.wait(30), "mfload-test")
+    other = runtime.start(interrupt, "mfload-other")
+    with pytest.raises(KeyboardInterrupt):
+        task.join(30)
+    assert not task.join(0)
+    assert not task.ended
+    go.set()
+    assert task.result() is True
+    assert other.join(30)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_fork_waits_for_no_task_of_its_parent() -> None:
+    go, forked = threading.Event(), runtime.Forked()
+    task = runtime.start(lambda: go.wait(30), "mfload-test")
+    child = os.fork()
+    if not child:
+        os._exit(0 if forked and not task.join() else 1)
+    go.set()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert not forked
+    assert task.result() is True
+
+
+def test_an_error_of_a_service_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lambda given: told.append(given.exc_type))
+    for service in (False, True):
+        assert runtime.start(lambda: 1 // 0, "mfload-test", service=service).join(30)
+    assert told == [ZeroDivisionError]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.index import Index, TensorInfo
 from mfload.io import buffers
+from mfload.runtime import Crew
 
 MIB = 1 << 20
 _ALIGN = 4096  # The strictest that O_DIRECT asks of offsets, lengths and addresses.
@@ -143,8 +144,8 @@ def read(extents: Sequence[Extent], pattern: Pattern) -> Bytes:
     flags = os.O_RDONLY | (os.O_DIRECT if pattern.direct else 0)
     fds = {path: os.open(path, flags) for path in paths_of(extents)}
     try:
-        with ThreadPoolExecutor(pattern.threads) as pool:
-            list(pool.map(fill, blocks))
+        with closing(Crew()) as crew:
+            crew.share(lambda number: fill(blocks[number]), len(blocks), pattern.threads)
     finally:
         for fd in fds.values():
             os.close(fd)

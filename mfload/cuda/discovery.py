@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import os
 import threading
 from typing import Any
 
 from mfload import errors
 from mfload.cuda.cupy_device import FORKED, NOT_INITIALISED, CupyDevice
 from mfload.cuda.device import Device
+from mfload.runtime import in_forks
 
 _LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE: none is there, or none is visible.
@@ -23,15 +23,12 @@ _found: dict[int, Device] = {}
 _lock = threading.RLock()
 
 
+@in_forks
 def _forked() -> None:
     """Forgets what CUDA can't give a child, and a lock that a thread of the parent may hold."""
     global _lock
     _lock = threading.RLock()
     _found.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def find(number: int) -> Device:

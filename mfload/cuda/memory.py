@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from mfload import errors
 from mfload.io import buffers
+from mfload.runtime import Forked
 
 counter = buffers.ByteCounter()
 peak_bytes = counter.peak_bytes  # Of all devices together.
@@ -49,24 +49,24 @@ class Shared:
     Raises MemoryLimitError if the driver refuses to lock it.
     """
 
-    __slots__ = ("_device", "_guard", "_memory", "_process")
+    __slots__ = ("_device", "_forked", "_guard", "_memory")
     _parents: ClassVar[list[Any]] = []
 
     def __init__(self, device: Any, memory: Any) -> None:
-        self._device, self._memory, self._process = device, memory, 0
+        self._device, self._memory, self._forked = device, memory, None
         # To free memory of the device waits for all that runs there, and so for what uses this.
         self._guard = device.allocate(0)
         buffers.never_forked(memory)
         device.pin(memory)
-        self._process = os.getpid()
+        self._forked = Forked()
 
     def __del__(self, suppress: Any = suppress) -> None:
         with suppress(Exception):  # Modules are empty at the end.
             del self._guard
-            if self._process == os.getpid():
-                self._device.unpin(self._memory)
-            elif self._process:  # A child has no pages there: others may lie at their addresses.
+            if self._forked:  # A child has no pages there: others may lie at their addresses.
                 self._parents.append(self._memory)
+            elif self._forked is not None:
+                self._device.unpin(self._memory)
 
 
 def share(device: Any, memory: Any) -> DeviceBuffer:

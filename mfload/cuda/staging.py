@@ -8,11 +8,11 @@ from __future__ import annotations
 import atexit
 import collections
 import math
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from operator import le
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from mfload.cuda.device import Device, Event, Stream
 from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
+from mfload.runtime import Forked, in_forks, start
 
 SLOT = 8 << 20
 """Bytes of a file that a slot holds, at most."""
@@ -79,7 +80,7 @@ class PinnedSlot(buffers.WorkerSlot):
     """
 
     def __init__(self, device: Device, size: Staging, note: Callable[[str], object] = str) -> None:
-        self._device, self._process = device, 0  # That of a slot which is locked.
+        self._device, self._forked = device, None  # Of a slot which is locked.
         self._slower = ""
         self._memory = buffers.allocate(_whole(size))
         buffers.never_forked(self._memory)
@@ -87,7 +88,7 @@ class PinnedSlot(buffers.WorkerSlot):
         self._memory[:: buffers.PAGE] = 0
         try:
             device.pin(self._memory)
-            self._process = os.getpid()
+            self._forked = Forked()
         except errors.MemoryLimitError as error:
             self._slower = f"slower copies, from pageable memory: {error}"
         self.tell(note)
@@ -117,9 +118,9 @@ class PinnedSlot(buffers.WorkerSlot):
 
     def close(self) -> None:
         """Unlocks the pages, before they can be another's. Idempotent."""
-        if self._process == os.getpid():  # A child has none of them.
+        if self._forked is not None and not self._forked:  # A child has none of them.
             self._device.unpin(self._memory)
-        self._process = 0
+        self._forked = None
 
     def __del__(self, suppress: Any = suppress) -> None:
         with suppress(Exception):  # Modules are empty at the end.
@@ -189,7 +190,7 @@ class Kits:
     def __init__(self) -> None:
         self._idle: list[tuple[Device, Kit]] = []  # The one given last is the last.
         self._parents: list[Any] = []
-        self._timer: threading.Timer | None = None
+        self._timer: threading.Event | None = None
         self._closed = False
         # Reentrant: the garbage collector may run code that ends a load.
         self._lock = threading.RLock()
@@ -254,7 +255,7 @@ class Kits:
                 gone.append(self._idle.pop(0)[1])
                 held -= sum(gone[-1].nbytes)
             if not self._idle and self._timer is not None:
-                self._timer.cancel()
+                self._timer.set()
                 self._timer = None
         there = bool(gone)
         _close(gone)
@@ -271,15 +272,16 @@ class Kits:
             if self._timer is not None or not self._idle:
                 return
             left = self._idle[0][1].since + IDLE - time.monotonic()
-            self._timer = threading.Timer(max(0.0, left), self._end_idle)
-            self._timer.daemon = True
+            self._timer = threading.Event()
             try:
-                self._timer.start()
+                start(partial(self._end_idle, self._timer, left), "mfload-idle", service=True)
             except RuntimeError:  # The system gives no more threads, or the interpreter ends.
                 self._timer = None
                 self.give_back()
 
-    def _end_idle(self) -> None:
+    def _end_idle(self, cancelled: threading.Event, seconds: float) -> None:
+        if cancelled.wait(max(0.0, seconds)):
+            return
         self._timer = None
         self.give_back(KEPT, time.monotonic() - IDLE)
         self._watch()
@@ -287,8 +289,7 @@ class Kits:
 
 KITS = Kits()
 atexit.register(KITS.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=KITS.renew)
+in_forks(KITS.renew)
 
 
 def _close(kits: list[Kit]) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -30,7 +29,7 @@ import numpy as np
 from jax import experimental
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from mfload import dtypes, errors
+from mfload import dtypes, errors, runtime
 from mfload.dlpack import View, Views, capsule, capsules
 from mfload.frameworks import base, private_api
 from mfload.io import buffers
@@ -369,7 +368,7 @@ def _started(act: Callable[[], Any]) -> Future[Any]:
             future.set_exception(error)
 
     # At its end, the interpreter waits for it: XLA must not compile while it goes.
-    threading.Thread(target=run, name="mfload-xla").start()
+    runtime.start(run, "mfload-xla", daemon=False)
     return future
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mfload import errors
+from mfload.runtime import in_forks
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,7 +39,7 @@ class ByteCounter:
     def __init__(self) -> None:
         self.live = self.peak = 0
         self.renew()
-        os.register_at_fork(after_in_child=self.renew)
+        in_forks(self.renew)
 
     def renew(self) -> None:
         """Makes the lock anew: a fork may have copied it while another thread held it."""

@@ -19,14 +19,14 @@ from mfload.errors import MfloadError, counted
 from mfload.io.buffers import WorkerSlot
 from mfload.io.pread import SHOWN, PreadReader
 from mfload.planning.blocks import Block, stored
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, start as start_thread
 
 if TYPE_CHECKING:
     import threading
 
     from mfload.io.decode import Unfinished
-    from mfload.io.threads import Running, Start
     from mfload.io.trial import Trial
+    from mfload.runtime import Start, Task
     from mfload.timeline import Recorder, Track
 
 # How often the loading thread looks what came and whether the time is up, in seconds.
@@ -130,8 +130,6 @@ class Engine:
         import queue
         import threading  # A small load has no other thread.
 
-        from mfload.io import threads
-
         self.block: Block | None = None
         """The block that failed, or one that is waited for when the time is up."""
         self._crowds, self._recorder, self._trial = list(map(_Crowd, pools)), recorder, trial
@@ -141,8 +139,8 @@ class Engine:
         self._allocate: Callable[[], object] | None = None
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._step = math.inf
-        self._start_thread = start or threads.new
-        self._threads: list[Running] = []
+        self._start_thread = start or start_thread
+        self._threads: list[Task[Any]] = []
         self._shares: list[Share] = []
 
     def run(
@@ -198,7 +196,7 @@ class Engine:
             self._memory.set()  # Who waits for it sees that there is none.
             end = time.monotonic() + min(_GRACE, max(0.0, deadline.left()))
             for thread in self._threads:
-                thread.join(max(0.0, end - time.monotonic()))
+                thread.join(end - time.monotonic())
             self._error = None  # It would keep itself alive, and the buffers in its frames.
 
     def _start(self) -> None:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 
 from mfload import errors
-from mfload.io import route, threads
+from mfload.io import route
 from mfload.io.uring import Uring
-from mfload.runtime import NamedTuple, share_of_cores
+from mfload.runtime import Crew, Forked, NamedTuple, share_of_cores
 from mfload.sources.base import ClosedAtEnd, Handle, Source
 
 Engine = Literal["auto", "io_uring", "threads"]
@@ -108,7 +108,7 @@ class Gather(ClosedAtEnd):
         self.sources, self._handles, self._make = sources, list(handles), make
         self._fds = np.array([each.fd for each in handles], np.int32)
         self._idle: deque[Uring] = deque()
-        self._crew, self._process = threads.Crew(), os.getpid()
+        self._crew, self._forked = Crew(), Forked()
         self._lock, self._active, self._closed = threading.Lock(), 0, False
         self._stopped = False
 
@@ -219,9 +219,9 @@ class Gather(ClosedAtEnd):
 
     def _renew(self) -> None:
         """After a fork: rings, threads and who holds the lock are the parent's."""
-        if self._process != os.getpid():
+        if self._forked:
             self._idle, self._lock, self._active = deque(), threading.Lock(), 0
-            self._process = os.getpid()
+            self._forked = Forked()
 
     def _release(self) -> None:
         self._crew.close()

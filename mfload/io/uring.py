@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from mfload.runtime import Forked
+
 _SETUP, _ENTER = 425, 426  # The same numbers on every architecture.
 _READV, _GETEVENTS = 1, 1
 _SQES = 0x10000000
@@ -58,7 +60,7 @@ class Uring:
 
     def __init__(self, depth: int) -> None:
         params = _PARAMS()
-        self._fd, self._mapped, self._process = -1, False, os.getpid()
+        self._fd, self._mapped, self._forked = -1, False, Forked()
         self._fd = _call(_SETUP, depth, ctypes.byref(params))
         os.set_inheritable(self._fd, False)
         try:
@@ -139,7 +141,7 @@ class Uring:
         if not os:
             return
         # Each request that was put in comes out as one completion.
-        while self._fd >= 0 and self._process == os.getpid() and self._mapped:
+        while self._fd >= 0 and not self._forked and self._mapped:
             if not self._between(self._ended[0], self._begun[1]):
                 break
             try:

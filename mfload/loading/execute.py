@@ -16,14 +16,13 @@ from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
 from mfload.planning.blocks import Block, Segment
 from mfload.planning.plan import Plan
-from mfload.runtime import Deadline, share_of_cores
+from mfload.runtime import Deadline, Start, share_of_cores
 from mfload.sources import together
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
     from mfload.cuda.staging import Staging
     from mfload.io.decode import Unfinished
-    from mfload.io.threads import Start
     from mfload.io.trial import Trial
     from mfload.timeline import Recorder
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from _thread import get_ident
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
@@ -27,12 +26,12 @@ from mfload.planning import extents
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
-from mfload.runtime import Usage, local_processes, share_of_cores, usage
+from mfload.runtime import Crew, Usage, local_processes, share_of_cores, usage
 from mfload.sources.base import Costs, Source
+from mfload.sources.local import AtOnce
 
 if TYPE_CHECKING:
     from mfload.io.mapped import MapRange
-    from mfload.io.threads import Crew
     from mfload.options import Options
     from mfload.report import Report
 
@@ -86,9 +85,6 @@ class _Reader:
         self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
         # With a timeout, what the page cache holds is read at once, since that never waits.
         self._never_waits = how.timeout is not None
-        if self._never_waits:
-            at_once = how.engine != "mmap" and hasattr(os, "RWF_NOWAIT")
-            self._reads_small, self._reads_parts = self._reads_small and at_once, False
         self._threads = how.threads or min(share_of_cores(), _THREADS)
         self._crew: Crew | None = None
         self._landing: Shared | None = None  # What loads onto devices share.
@@ -141,13 +137,16 @@ class _Reader:
         row = request.info
         if self._reads_parts and self._is_small(row, request.nbytes):
             rows = whole_rows(request)
-            if rows is not None and len(rows[0]) <= _FEW_ROWS:
-                return self._read_small(row, request.shape, rows)
-            source = self._sources[row.pieces[0].source]
-            wanted = [(source, min(extents.span(request), source.size))]
-            (leg,) = route.choose(wanted, *self._route)
-            if not (leg.direct or leg.cold):
-                return self._read_small(row, request.shape, request)
+            part = request if rows is None or len(rows[0]) > _FEW_ROWS else rows
+            at_once = self._never_waits or part is rows
+            if not at_once:
+                source = self._sources[row.pieces[0].source]
+                wanted = [(source, min(extents.span(request), source.size))]
+                (leg,) = route.choose(wanted, *self._route)
+                at_once = not (leg.direct or leg.cold)
+            made = self._read_small(row, request.shape, part) if at_once else None
+            if made is not None:
+                return made
         return self.load([request])[0]
 
     def _is_small(self, row: TensorInfo, nbytes: int) -> bool:
@@ -172,9 +171,9 @@ class _Reader:
                 self._land_part(source, part, memory)
             else:
                 memory, at = self._land(source, row, *part)
-            if memory is None:
-                return None
             source.check()
+        except BlockingIOError:
+            return None
         except (OSError, MemoryError, errors.MfloadError) as error:
             memory = None
             let_go(error)
@@ -186,25 +185,21 @@ class _Reader:
     def _land(
         self, source: Source, row: TensorInfo, starts: Sequence[int], nbytes: int
     ) -> tuple[Any, int]:
-        """Memory that holds ranges of a tensor, and where in it they begin; None: see above."""
+        """Memory that holds ranges of a tensor, and where in it they begin."""
         align = self._adapter.alignment or max(1, row.dtype.nbytes // row.dtype.elements)
-        if self._never_waits and getattr(source, "kept", None) is None:
-            return None, 0  # To open a file may take long.
         map_range = self._map  # None after another thread has closed the checkpoint.
         offset = row.pieces[0].offset
         # As in a plan, what is not aligned in the file is read.
         if map_range is not None and (offset + starts[0]) % align == 0:
+            if self._never_waits:  # Pages that are there are mapped at once.
+                AtOnce(source).read([buffers.small(nbytes, None)], offset + starts[0])
             return map_range(source, offset + starts[0], nbytes)
         # NumPy's memory, which is not counted: to map a buffer takes longer than to read.
         memory = buffers.small(nbytes * len(starts), self._adapter.alignment)
-        handle = source.open()
+        handle = AtOnce(source) if self._never_waits else source.open()
         try:
             for n, start in enumerate(starts):
-                part = memory[n * nbytes : (n + 1) * nbytes]
-                if not self._never_waits:
-                    handle.read([part], offset + start)
-                elif not _read_at_once(handle, part, offset + start):
-                    return None, 0
+                handle.read([memory[n * nbytes : (n + 1) * nbytes]], offset + start)
         finally:
             handle.close()
         return memory, 0
@@ -219,7 +214,8 @@ class _Reader:
         # Lists of numbers are long, and seldom twice the same.
         listed = any(axis.picks is not None for axis in chosen)
         reads.parts([request], [None], [(0, 0)], None if listed else kind)
-        reader, slot = PreadReader(source), buffers.WorkerSlot()
+        opens: Any = AtOnce(source) if self._never_waits else source
+        reader, slot = PreadReader(opens), buffers.WorkerSlot()
         try:
             blocks = reads.end()
             for block in blocks:
@@ -239,7 +235,8 @@ class _Reader:
         if not (self._reads_parts and len(info.pieces) == 1 and stored is None):
             return None
         on_host = isinstance(memory, np.ndarray)
-        if dtype is not info.dtype or not (on_host and 0 < memory.nbytes <= _FILLED):
+        most = self._small if self._never_waits else _FILLED
+        if dtype is not info.dtype or not (on_host and 0 < memory.nbytes <= most):
             return None
         apart = False
         if selection is not None:
@@ -253,11 +250,14 @@ class _Reader:
             leg = self._legs.get(source)
             if leg is None:
                 # It stands for what else is read of the file, so small reads ask, too.
-                (leg,) = route.choose([(opened, max(nbytes, route.SMALL))], *self._route)
+                wanted = [(opened, max(nbytes, route.SMALL))]
+                choose = functools.partial(route.choose, wanted, *self._route)
+                (leg,) = started(self._arguments[1]).deadline.bound(choose, "opening the files")
                 self._legs[source] = leg  # To ask again takes as long as to read 2 MB.
             # Rows that lie apart: together the processes of a machine read all of a tensor.
             ahead, together = range(0), self._shared and info.nbytes <= _FILLED
-            if leg.direct or (leg.cold and apart and nbytes >= route.SMALL and not together):
+            through = nbytes < route.SMALL or together or not apart
+            if leg.direct or (leg.cold and (self._never_waits or not through)):
                 return None
             if leg.cold and (together or not apart):
                 part = (info.pieces[0].offset, info.nbytes) if apart else (at, nbytes)
@@ -270,6 +270,8 @@ class _Reader:
             else:
                 used = self._read_whole(opened, at, memory, ahead)
             opened.check()
+        except BlockingIOError:
+            return None
         except (OSError, MemoryError, errors.MfloadError) as error:
             let_go(error)
             raise execute.named(error, opened.name, info.name)  # noqa: B904 - it has its cause
@@ -305,7 +307,7 @@ class _Reader:
         def read(number: int) -> None:
             before = None if get_ident() == caller else usage(thread=True)
             part = memory[number * size : (number + 1) * size]
-            with source.open() as handle:
+            with AtOnce(source) if self._never_waits else source.open() as handle:
                 fetch(handle.fd, ahead[number::count])
                 buffers.populate(part)
                 handle.read([part], at + number * size)
@@ -316,8 +318,6 @@ class _Reader:
             read(0)
             return used
         if self._crew is None:
-            from mfload.io.threads import Crew  # Late: most reads take this thread alone.
-
             self._crew = Crew()
         self._crew.share(read, count, count)
         return used
@@ -343,14 +343,6 @@ class _Reader:
         if self.closed:
             raise errors.UsageError("the checkpoint was closed", file=self._index.files[0])
         return self._index
-
-
-def _read_at_once(handle: Any, memory: Any, offset: int) -> bool:
-    """Reads a range out of the page cache; False if that has not all of it, or can't be asked."""
-    try:
-        return os.preadv(handle.fd, [memory], offset, os.RWF_NOWAIT) == memory.nbytes
-    except (AttributeError, OSError):  # Not a file, its file system can't tell, or the disk failed.
-        return False
 
 
 class LazyCheckpoint(_Reader, Generic[Array]):

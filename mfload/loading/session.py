@@ -29,7 +29,7 @@ from mfload.planning.layout import DEVICE_ALIGNMENT
 from mfload.planning.memory import Limits, Readers
 from mfload.planning.plan import Places, Plan, make_plan
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, names, sizes
-from mfload.runtime import gc_paused, usage
+from mfload.runtime import Crew, gc_paused, usage
 from mfload.sources.base import Costs, Source
 
 # What only some loads need is imported where it is used.
@@ -91,8 +91,6 @@ class Shared:
     trial: Trial | None = None
 
     def __init__(self, wanted: Mapping[int, int] | None) -> None:
-        from mfload.io.threads import Crew
-
         self.wanted = wanted
         self._legs: dict[bool, dict[int, routing.Leg]] = {False: {}, True: {}}
         self.crew = Crew()

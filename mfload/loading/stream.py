@@ -19,11 +19,10 @@ from mfload.loading.session import Loader, Shared, check, let_go, wanted_bytes
 from mfload.planning.request import Request, names
 from mfload.progress import Progress, shown
 from mfload.report import Report
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, Task
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:
-    from mfload.io.threads import Running
     from mfload.loading.lazy import LazyCheckpoint
 
 BATCH = 64 << 20
@@ -218,34 +217,23 @@ class _Ahead:
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors, self._stopped = tensors, threading.Event()
-        self._thread: Running | None = None
-        self._outcome: list[tuple[Any, BaseException | None]] = []
+        self._task: Task[list[Any]] | None = None
 
     def take(self, number: int) -> list[Any]:
         """What was read of a batch; they are taken in order."""
-        if self._thread is None:
-            self._read(number)
-        else:
-            self._thread.join()
-            self._thread = None
-            if not self._outcome:  # A fork leaves the thread to the parent.
-                self._read(number)
-        landed, error = self._outcome.pop()
-        if error is None:
-            self._begin(number + 1)
-            return landed
-        try:
-            raise error
-        finally:
-            del error  # It refers to this frame.
+        task, self._task = self._task, None
+        # A fork leaves the thread to the parent.
+        landed = task.result() if task and task.join() else self._read(number)
+        self._begin(number + 1)
+        return landed
 
     def close(self, may_wait: bool) -> None:
         """Ends reading. If it may, waits for the thread; one that hangs in the kernel is left."""
         self._stopped.set()
-        if may_wait and self._thread is not None:
-            self._thread.join(_GRACE)
+        if may_wait and self._task is not None:
+            self._task.join(_GRACE)
         self._tensors.shared.close()
-        self._thread, self._outcome = None, []
+        self._task = None
 
     def _begin(self, number: int) -> None:
         every = self._tensors.batches
@@ -260,17 +248,17 @@ class _Ahead:
         read = partial(self._read, number, self._tensors.follow())
         # The system may give no more threads.
         with suppress(RuntimeError):
-            self._thread = self._tensors.shared.crew.start(read)
+            self._task = self._tensors.shared.crew.start(read)
 
-    def _read(self, number: int, place: AbstractContextManager[object] | None = None) -> None:
+    def _read(self, number: int, place: AbstractContextManager[object] | None = None) -> list[Any]:
         deadline = _Until(self._tensors.options.timeout, self._stopped)
         try:
             with place or nullcontext():
-                landed = self._tensors.read(self._tensors.batches[number], deadline)
-            self._outcome.append((landed, None))
-        except BaseException as error:  # noqa: BLE001 - raised again by `take`
-            if not self._stopped.is_set():  # Else it would keep what it refers to.
-                self._outcome.append(([], error))
+                return self._tensors.read(self._tensors.batches[number], deadline)
+        except BaseException:
+            if not self._stopped.is_set():
+                raise
+            return []  # It is not taken, and an error would keep what it refers to.
 
 
 def stream(tensors: Tensors, progress: Progress) -> Stream[Any]:

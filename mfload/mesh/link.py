@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, Task
 
 # Seconds between two looks at a collective that is under way, until a process that is gone is
 # missed, and for a collective that others have left.
@@ -57,7 +56,7 @@ class Link:
 
     def __init__(self, group: Hashable, deadline: Deadline) -> None:
         self._group, self._deadline = group, deadline
-        self._under_way: tuple[threading.Lock, list[Any]] | None = None
+        self._under_way: Task[Any] | None = None
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width)."""
@@ -134,22 +133,10 @@ class Link:
 
         Without pieces, whole rows travel.
         """
-        # An interrupted `Thread.join` takes a thread that runs for one that ended (Python 3.12).
-        over, outcome = threading.Lock(), list[Any]()
-        over.acquire()
         sizes = [len(row) for row in rows]
         pieces = pieces or Pieces([], [], sizes, sizes, 0, max(sizes, default=0))
-
-        def run() -> None:
-            try:
-                outcome.append(self.swap(rows, pieces))
-            except Exception as error:  # noqa: BLE001 - raised in the thread that loads
-                outcome.append(error)
-            finally:
-                over.release()
-
-        self._under_way = over, outcome
-        threading.Thread(target=run, name="mfload-swap", daemon=True).start()
+        self._under_way = Task(partial(self.swap, rows, pieces))
+        self._under_way.start("mfload-swap")
 
     def finish(self, check: Callable[[], object]) -> tuple[Any, KeyboardInterrupt | None]:
         """Waits for what was begun; returns a row from each process, in the order of their ranks.
@@ -158,40 +145,38 @@ class Link:
         second one is raised.
         """
         assert self._under_way is not None
-        (over, outcome), self._under_way = self._under_way, None
+        task, self._under_way = self._under_way, None
         interrupted: KeyboardInterrupt | None = None
         try:
-            while not outcome:
+            while not task.ended:
                 try:
-                    self._wait(over, outcome, check)
+                    self._wait(task, check)
                 except KeyboardInterrupt as error:
                     if interrupted is not None:
                         raise
                     interrupted = error
-            if isinstance(outcome[0], Exception):
+            try:
+                return task.result(), interrupted
+            except Exception as error:
                 time.sleep(_MISSED)
                 check()  # It knows by now which process is gone, if one is.
-                found = (str(outcome[0]).splitlines() or [""])[0][:300]
+                found = (str(error).splitlines() or [""])[0][:300]
                 message = "the exchange with the other processes broke off"
-                raise errors.ProcessError(message, found=found) from outcome[0]
+                raise errors.ProcessError(message, found=found) from error
         except BaseException:
             _broken.add(self._group)
             self.abandon()
             raise
-        return outcome.pop(), interrupted
 
-    def _wait(
-        self, over: threading.Lock, outcome: Sequence[Any], check: Callable[[], object]
-    ) -> None:
-        over.acquire(timeout=max(0.0, min(_TICK, self._deadline.left())))
-        if not outcome:
-            try:
-                check()
-            except errors.ProcessError:
-                # A process whose swap ended may have failed since. Then this one ends as well, and
-                # the collectives stay in step.
-                over.acquire(timeout=max(0.0, min(_GRACE, self._deadline.left())))
-                if not outcome:
-                    raise
-            if self._deadline.left() <= 0:
-                raise self._deadline.error("exchanging bytes with the other processes")
+    def _wait(self, task: Task[Any], check: Callable[[], object]) -> None:
+        if task.join(min(_TICK, self._deadline.left())):
+            return
+        try:
+            check()
+        except errors.ProcessError:
+            # A process whose swap ended may have failed since. Then this one ends as well, and the
+            # collectives stay in step.
+            if not task.join(min(_GRACE, self._deadline.left())):
+                raise
+        if self._deadline.left() <= 0:
+            raise self._deadline.error("exchanging bytes with the other processes")

@@ -7,7 +7,6 @@ import datetime
 import functools
 import hashlib
 import itertools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -34,7 +33,7 @@ from mfload.mesh import specs
 from mfload.mesh.base import MeshBackend, Share, Transport, Whole
 from mfload.mesh.link import Link, Pieces
 from mfload.planning.request import Request
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, start
 
 Shape = tuple[int, ...]
 Placement: Any = _Placement
@@ -346,31 +345,23 @@ class TorchLink(Link):
 
     def connect(self, device: Device, spots: Sequence[str], check: Callable[[], object]) -> str:
         """Makes a group of NCCL's, once for these devices (see `Link`)."""
-        key, groups, outcome = (self._ranks, tuple(spots)), self._world.groups, list[Any]()
+        key, groups = (self._ranks, tuple(spots)), self._world.groups
         self._place = torch.device("cuda" if device.place[0] == CUDA else "cpu", device.place[1])
         if key not in groups:
             groups[key] = None
             name = hashlib.sha256(repr(spots).encode()).hexdigest()[:16]
             given = self._place, self._ranks, name, _GIVEN_UP
-
-            def run() -> None:
-                try:
-                    outcome.append(private_api.torch_device_group(*given))
-                except Exception as error:  # noqa: BLE001 - then the host does it
-                    outcome.append(error)
-
-            thread = threading.Thread(target=run, name="mfload-connect", daemon=True)
-            thread.start()
+            task = start(lambda: private_api.torch_device_group(*given), "mfload-connect")
             end = time.monotonic() + min(_CONNECTED, self._deadline.left() / 2)
-            while thread.is_alive() and time.monotonic() < end:
-                thread.join(_TICK)
+            while not task.join(_TICK):
                 check()
-            if not outcome:
-                return "NCCL did not connect the devices in time"
-            if isinstance(outcome[0], Exception):
-                found = (str(outcome[0]).splitlines() or [""])[0][:300]
+                if time.monotonic() > end:
+                    return "NCCL did not connect the devices in time"
+            try:
+                groups[key] = task.result()
+            except Exception as error:  # noqa: BLE001 - then the host does it
+                found = (str(error).splitlines() or [""])[0][:300]
                 return f"NCCL can't connect the devices: {found}"
-            groups[key] = outcome[0]
         self._over = groups[key]
         return "" if self._over else "NCCL could not connect the devices before"
 
@@ -394,7 +385,7 @@ class TorchLink(Link):
     def abandon(self) -> None:
         """Has NCCL's kernels end (see `Link`): until then, CUDA frees no memory."""
         if self._over:
-            threading.Thread(target=self._over.abort, daemon=True).start()
+            start(self._over.abort, "mfload-abort", service=True)
 
     def swap(self, rows: Any, pieces: Pieces) -> Any:
         """Sends to and receives from each process (see `Link`)."""

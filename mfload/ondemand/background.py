@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+
+from mfload.runtime import Forked, Task, start
 
 _GRACE = 5.0  # Seconds, as for loads.
 
@@ -22,8 +23,8 @@ class Background:
         # An interrupt can leave a condition that is entered itself locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._thread: threading.Thread | None = None
-        self._ends, self._pid = False, os.getpid()
+        self._thread: Task[None] | None = None
+        self._ends, self._forked = False, Forked()
 
     def ask(self, cache: object, work: Work) -> None:
         """Asks for work for a cache, in place of what it was asked for before."""
@@ -32,18 +33,15 @@ class Background:
                 return
             self._asked[cache] = work
             if self._thread is None:
-                name = "mfload read ahead"
-                thread = threading.Thread(target=self._work, name=name, daemon=True)
                 with suppress(RuntimeError):  # The system gives no more: nothing is read ahead.
-                    thread.start()
-                    self._thread = thread
+                    self._thread = start(self._work, "mfload read ahead", service=True)
                     # A thread that ends while the interpreter does may abort in C++ code.
                     atexit.register(self.close)
             self._changed.notify_all()
 
     def end(self) -> None:
         """Ends the thread, once what it reads has arrived; does not wait for that."""
-        if self._ends or self._thread is None or os.getpid() != self._pid:
+        if self._ends or self._thread is None or self._forked:
             self._ends = True
             return
         atexit.unregister(self.close)
@@ -55,9 +53,9 @@ class Background:
     def close(self, seconds: float = _GRACE) -> None:
         """Ends the thread, and waits for it; a read that hangs for longer is left behind."""
         self.end()
-        thread, here = self._thread, threading.current_thread()
-        if thread is not None and thread is not here and os.getpid() == self._pid:
-            thread.join(seconds)
+        task = self._thread
+        if task is not None and task.thread is not threading.current_thread():
+            task.join(seconds)
 
     def _work(self) -> None:
         while True:

@@ -11,7 +11,6 @@ import copy
 import functools
 import gc
 import operator
-import os
 import threading
 import time
 from collections import deque
@@ -23,11 +22,10 @@ import numpy as np
 from mfload import errors
 from mfload.dlpack import array_at
 from mfload.errors import counted
-from mfload.io import threads
 from mfload.ondemand.background import Background
 from mfload.ondemand.policies import Lru
 from mfload.ondemand.report import OndemandReport
-from mfload.runtime import Deadline
+from mfload.runtime import Crew, Deadline, Forked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -187,8 +185,8 @@ class SlotCache:
         # An interrupt can leave a condition that is entered itself locked.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._crew = threads.Crew()
-        self._pid, self._closed = os.getpid(), False
+        self._crew = Crew()
+        self._forked, self._closed = Forked(), False
 
     def use(self, keys: Iterable[int] | Numbers, counted: Numbers | None = None) -> Lease:
         """A lease for keys, which are read if they are not there.
@@ -291,7 +289,7 @@ class SlotCache:
         It waits until `end` at most, of `time.monotonic`. Default: `patience` from now on. A read
         that takes longer keeps the slots until it returns.
         """
-        if os.getpid() != self._pid:
+        if self._forked:
             return
         end = time.monotonic() + patience(self.timeout) if end is None else end
         with self._lock:
@@ -305,7 +303,7 @@ class SlotCache:
     def _check(self) -> None:
         if self._closed:
             raise errors.UsageError("the cache was closed")
-        if os.getpid() != self._pid:
+        if self._forked:
             raise errors.UsageError(
                 "the cache was made before a fork", expected="one made in this process"
             )

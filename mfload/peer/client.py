@@ -23,9 +23,9 @@ from typing import Any, TypeVar
 
 from mfload import errors
 from mfload.formats import strict_json
-from mfload.peer import forks
 from mfload.peer.security import Tls, split_address
 from mfload.peer.timed import Timed
+from mfload.runtime import forget_in_forks
 from mfload.sources.tls import mismatch
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {token}"
         self._context = None if tls is None else tls.context(server=False)
         self._idle: deque[http.client.HTTPConnection] = deque()
-        forks.forget_in_forks(self)
+        forget_in_forks(self)
         weakref.finalize(self, _close, self._idle)
 
     def json(

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from mfload.dtypes import TABLE
 from mfload.frameworks import private_api
 from mfload.peer.data import Data, cut, take
 from mfload.peer.transports import Offer, Remote
+from mfload.runtime import start
 from mfload.sources.base import Costs
 
 _SLOT = 4 << 20
@@ -79,7 +81,7 @@ class _Pair:
     def abandon(self) -> None:
         """Has NCCL's kernels end, in a thread: until then, CUDA frees no memory."""
         if self._place != "cpu":
-            threading.Thread(target=self._group.abort, daemon=True).start()
+            start(self._group.abort, "mfload-abort", service=True)
 
 
 def _beside(torch: Any, place: Any) -> Any:
@@ -128,8 +130,7 @@ class _Served:
                 if not _NAME.fullmatch(name) or name in self._joined or len(self._joined) >= _MOST:
                     raise ValueError("no such name")
                 self._joined[name] = queue.Queue()
-            work = threading.Thread(target=self._serve, args=(rank, name), daemon=True)
-            work.start()
+            start(partial(self._serve, rank, name), "mfload-collective", service=True)
         elif "offset" in given:
             offset, nbytes = given["offset"], given["nbytes"]
             fine = {type(offset), type(nbytes)} == {int} and offset >= 0 and 0 < nbytes <= _LONGEST

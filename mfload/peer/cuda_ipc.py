@@ -25,16 +25,17 @@ import time
 import weakref
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, closing, suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from mfload import dlpack, errors
+from mfload import dlpack, errors, runtime
 from mfload.cuda import discovery
 from mfload.cuda.device import CUDA
 from mfload.cuda.memory import DeviceBuffer
 from mfload.formats import strict_json
-from mfload.peer import forks, memfd
+from mfload.peer import memfd
 from mfload.peer.data import Data, cut, flat, take
 from mfload.peer.http import HttpWay
 from mfload.peer.planner import here
@@ -149,8 +150,8 @@ class _Lender:
         self._selector.register(self._listener, selectors.EVENT_READ)
         self.leases, self._closed = 0, False
         _lenders.add(self)
-        forks.forget_in_forks(self)
-        threading.Thread(target=self._run, name="mfload-leases", daemon=True).start()
+        runtime.forget_in_forks(self)
+        runtime.start(self._run, "mfload-leases", service=True)
 
     def _run(self) -> None:
         while self._selector.get_map():
@@ -207,13 +208,13 @@ class _Lease:
     def __init__(self) -> None:
         self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._watched, self._ended = False, threading.Event()
-        forks.forget_in_forks(self)
+        runtime.forget_in_forks(self)
 
     def watch(self, name: str) -> None:
         """Warns, from now on, if the lender ends before the lease; raises RuntimeError."""
         self.connection.settimeout(None)
-        watched = self.connection, self._ended, name
-        threading.Thread(target=_watch, args=watched, name="mfload-lease", daemon=True).start()
+        watch = partial(_watch, self.connection, self._ended, name)
+        runtime.start(watch, "mfload-lease", service=True)
         self._watched = True
 
     def forget(self) -> None:

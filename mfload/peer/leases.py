@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from mfload import errors
-from mfload.peer import forks
 from mfload.peer.etcd import EtcdPlanner
 from mfload.peer.planner import LEASE, TICKET, Planner, SeedRecord, Ticket, here
 from mfload.peer.planner_http import HttpPlanner
 from mfload.peer.security import Tls
+from mfload.runtime import forget_in_forks, start
 from mfload.sources.base import redacted
 
 _PAUSE = 0.2  # Seconds between a reader's questions while all seeds are busy.
@@ -42,8 +42,7 @@ class Repeated:
     def __init__(self, call: Callable[[], object], seconds: float) -> None:
         self._call, self._seconds = call, seconds
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mfload-renewal", daemon=True)
-        self._thread.start()
+        start(self._run, "mfload-renewal", service=True)
 
     def _run(self) -> None:
         while not self._ended.wait(self._seconds):
@@ -95,7 +94,7 @@ class Use:
         self.readers = 1
         self._closed = threading.Lock()
         self._repeated = Repeated(lambda: planner.renew(ticket), TICKET / 3)
-        forks.forget_in_forks(self)
+        forget_in_forks(self)
 
     def forget(self) -> None:
         """Leaves the places to the parent of this fork."""

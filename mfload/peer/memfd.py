@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from mfload import errors
-from mfload.peer import connections, forks
+from mfload.peer import connections
 from mfload.peer.data import Data
 from mfload.peer.transports import Offer, Remote
+from mfload.runtime import Task, forget_in_forks
 from mfload.sources.base import Costs
 
 _PIECE = 64 << 20
@@ -37,7 +39,7 @@ def offer(data: Data, generation: int) -> Offer | None:
     name, listener = listening()
     giver = _Giver(data, listener)
     giver.start()
-    forks.forget_in_forks(giver)
+    forget_in_forks(giver)
     return Offer({"socket": name}, giver.close)
 
 
@@ -74,8 +76,8 @@ class _Giver:
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None  # The reader's whose turn it is.
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name="mfload-memfd", daemon=True)
-        self.start = self._thread.start
+        self._task: Task[None] = Task(self._run, service=True)
+        self.start = partial(self._task.start, "mfload-memfd")
 
     def _run(self) -> None:
         while not self._closed:
@@ -102,7 +104,7 @@ class _Giver:
             if self._fd >= 0:
                 os.close(self._fd)
                 self._fd = -1
-        self._thread.join(_WAIT)
+        self._task.join(_WAIT)
         self._listener.close()
 
     def forget(self) -> None:

@@ -25,6 +25,7 @@ import numpy as np
 from mfload import errors
 from mfload.peer.data import Data, Spans, take
 from mfload.peer.transports import Offer, Remote
+from mfload.runtime import start
 from mfload.sources.base import Costs
 
 PACKAGES = ("nixl_cu13", "nixl_cu12", "nixl")
@@ -137,7 +138,7 @@ class _Served:
                 self._until = time.monotonic() + PUMPED
                 if not self._runs:
                     self._runs = True
-                    threading.Thread(target=self._pump, name="mfload-nixl", daemon=True).start()
+                    start(self._pump, "mfload-nixl", service=True)
         return True
 
     def _pump(self) -> None:

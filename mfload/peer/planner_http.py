@@ -17,6 +17,7 @@ from mfload.peer.manifest import is_generation
 from mfload.peer.planner import ID, RETRY, Registry, SeedRecord, Ticket
 from mfload.peer.security import Tls
 from mfload.peer.server import Reply, Request, Server, text
+from mfload.runtime import start
 
 _LOOKS = 3
 _PROBED = 64 << 10  # Bytes of the small real read that shows that a seed is well.
@@ -38,7 +39,7 @@ class PlannerServer:
         self.address = self._server.address
         scheme = "http" if tls is None else "https"
         self.url = f"{scheme}://{self.address}"
-        threading.Thread(target=self._look, name="mfload-probe", daemon=True).start()
+        start(self._look, "mfload-probe", service=True)
 
     def close(self) -> None:
         """Ends it."""

@@ -6,7 +6,6 @@ import atexit
 import hashlib
 import itertools
 import json
-import os
 import re
 import secrets
 import sys
@@ -33,6 +32,7 @@ from mfload.peer.planner import Planner, SeedRecord, here
 from mfload.peer.security import Tls, check_exposure, credentials, resolved
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.report import human
+from mfload.runtime import Forked
 from mfload.trees import outline
 
 MAX_READERS = 3
@@ -164,7 +164,7 @@ class Seed:
             version.close()
             raise
         self.address = self._server.address
-        self._pid = os.getpid()
+        self._forked = Forked()
         _seeds.add(self)
 
     @property
@@ -181,7 +181,7 @@ class Seed:
     @property
     def open(self) -> bool:
         """Whether it is not closed, and is this process's own."""
-        return not self._closed and self._pid == os.getpid()
+        return not (self._closed or self._forked)
 
     @property
     def manifest(self) -> Manifest:
@@ -213,7 +213,7 @@ class Seed:
 
     def close(self) -> None:
         """Ends it, with all connections; more than once does nothing."""
-        if self._pid != os.getpid():
+        if self._forked:
             return  # To a fork nothing of it belongs.
         with self._lock:
             if self._closed:
@@ -249,7 +249,7 @@ class Seed:
 
     def _check_own(self) -> None:
         """Raises UsageError in a fork, whose changes no reader would ever see."""
-        if self._pid != os.getpid():
+        if self._forked:
             what = "the seed belongs to the parent of this process, which was forked"
             raise errors.UsageError(what, expected="a seed that this process has published")
 

@@ -28,6 +28,7 @@ from mfload.peer.fragments import Held
 from mfload.peer.seed import Seed
 from mfload.planning import request as requesting, slicing
 from mfload.progress import Progress, shown
+from mfload.runtime import start
 
 _FIRST, _PERIOD = 0.5, 5.0  # Seconds until it is first looked whether someone reads, and then.
 _PAUSE = 0.1  # Until it is looked again whether readers still have memory open.
@@ -113,8 +114,7 @@ def told(
                 now = counted(seed.connections, "connection")
                 say(f"read {counted(said, 'time')} so far, {now} open now")
 
-    teller = threading.Thread(target=tell, name="mfload-told", daemon=True)
-    teller.start()
+    teller = start(tell, "mfload-told", service=True)
     with seed:
         try:
             yield

@@ -19,12 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.peer import forks
 from mfload.peer.security import Tls, check_exposure, join_address, split_address
 from mfload.peer.timed import Timed
+from mfload.runtime import forget_in_forks, start
 
 FIRST, IDLE = 1.0, 30.0
 """Seconds that a connection has for the head of its first and of its next request."""
@@ -112,9 +113,8 @@ class Server:
             ) from error
         self.address = join_address(host, self._listener.server_address[1])
         self._closed = False
-        self._thread = threading.Thread(target=self._listener.accept, name=name, daemon=True)
-        self._thread.start()
-        forks.forget_in_forks(self)
+        self._task = start(self._listener.accept, name, service=True)
+        forget_in_forks(self)
 
     def close(self) -> None:
         """Ends listening and all connections; more than once does nothing."""
@@ -122,8 +122,8 @@ class Server:
             self._closed = True
             for each in (self._listener.socket, *self._strangers, *self._open):
                 _shut(each)
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
+        if self._task.thread is not threading.current_thread():
+            self._task.join(5.0)
         self._listener.server_close()
 
     def forget(self) -> None:
@@ -241,9 +241,8 @@ def _shut(connection: socket.socket) -> None:
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
-class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
-    allow_reuse_address = daemon_threads = True
-    block_on_close = False
+class _Listener(socketserver.TCPServer):
+    allow_reuse_address = True
     request_queue_size = 1024
 
     def __init__(self, address: tuple[str, int], owner: Server) -> None:
@@ -266,15 +265,18 @@ class _Listener(socketserver.ThreadingMixIn, socketserver.TCPServer):
             self.shutdown_request(request)
             return
         try:
-            super().process_request(request, client_address)
+            start(partial(self._serve, request, client_address), "mfload-connection", service=True)
         except RuntimeError:  # The system gives no more threads.
             self.owner.leave(request)
             self.shutdown_request(request)
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
+    def _serve(self, request: Any, client_address: Any) -> None:
         try:
-            super().process_request_thread(request, client_address)
+            self.finish_request(request, client_address)
+        except Exception:  # noqa: BLE001 - such as that the client is gone
+            self.handle_error(request, client_address)
         finally:
+            self.shutdown_request(request)
             self.owner.leave(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

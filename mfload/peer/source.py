@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mfload import errors
 from mfload.options import PeerOptions
-from mfload.peer import forks, manifest as manifests, security, transports
+from mfload.peer import manifest as manifests, security, transports
 from mfload.peer.client import Client
 from mfload.peer.data import hasher, overlap, take
 from mfload.peer.manifest import BLOCK, DIGITS, Manifest
 from mfload.peer.transports import Remote, Way
+from mfload.runtime import forget_in_forks
 from mfload.sources.base import ClosedAtEnd, shrunk
 
 T = TypeVar("T")
@@ -129,7 +130,7 @@ class PeerSource:
         elif options.checksums:
             self.why += "; the seed has no checksums"
         self._closes = weakref.finalize(self, _close, way, client)
-        forks.forget_in_forks(self)
+        forget_in_forks(self)
 
     @property
     def lying(self) -> Any:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, Task, in_forks
 from mfload.saving import targets
 from mfload.saving.layout import Layout
 from mfload.saving.save import Saved, fetched, threads_for
@@ -117,7 +117,7 @@ class Work:
     def __init__(self) -> None:
         self.future = PendingSave()
         self._called = time.perf_counter()
-        self._thread: threading.Thread | None = None
+        self._thread = 0  # The one that saves.
         self._taken = threading.Lock()  # Held by the thread that settles the future.
 
     def claim(self, path: str | os.PathLike[str], timeout: float | None) -> None:
@@ -131,7 +131,7 @@ class Work:
     def wait(self, deadline: Deadline) -> None:
         """Returns when the save has ended, also with an error."""
         path = self.future.path
-        if self._thread is threading.current_thread():  # In a function for progress, say.
+        if self._thread == threading.get_ident():  # In a function for progress, say.
             raise errors.TargetError("this thread is already saving there", file=path)
         left = None if deadline.seconds is None else max(0.0, deadline.left())
         if not self.future.wait(left):
@@ -149,16 +149,12 @@ class Work:
         try:
             work.append(begin(keep=snapshot.keep))
             name = f"mfload save {os.path.basename(future.path)}"
-            thread = self._thread = threading.Thread(
-                target=self._finish, name=name, args=(work, snapshot)
-            )
-            thread.daemon = False
+            task = Task(partial(self._finish, work, snapshot))
             # While Python exits it waits for no new threads, or can't start any: then save here.
             if threading.main_thread().is_alive():
                 with contextlib.suppress(RuntimeError):
-                    thread.start()
-            if thread.ident is None:
-                self._thread = threading.current_thread()
+                    task.start(name, daemon=False)
+            if task.thread is None:
                 self._finish(work, snapshot)
         except BaseException:
             # Ctrl-C may come before the thread has begun, or after.
@@ -173,6 +169,7 @@ class Work:
     def _finish(self, work: list[Callable[[], Saved]], snapshot: Snapshot) -> None:
         if not self._taken.acquire(blocking=False):
             return
+        self._thread = threading.get_ident()
         blocked, future = time.perf_counter() - self._called, self.future
         try:
             saved = work.pop()()
@@ -222,6 +219,7 @@ def _at_exit() -> None:
             _at_exit()
 
 
+@in_forks
 def _after_fork() -> None:
     """Ends pending saves in a child, which has none of the parent's threads."""
     for path, each in _pending.items():
@@ -231,10 +229,6 @@ def _after_fork() -> None:
     _pending.clear()
     _untold.clear()
     _spare.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Snapshot:

@@ -7,6 +7,8 @@ import os
 import weakref
 from io import FileIO
 
+from mfload.runtime import in_forks
+
 _opened: set[weakref.ref[FileIO]] = set()
 
 
@@ -44,10 +46,7 @@ def is_at(file: FileIO | None, path: str) -> bool:
         return False
 
 
+@in_forks
 def _after_fork() -> None:
     for each in list(_opened):
         closed(each())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

@@ -8,6 +8,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from mfload.runtime import Task
+
 # How long a cancelled save waits for writes under way; a hung disk may block them forever.
 _GRACE = 5.0
 _AHEAD = 2
@@ -30,7 +32,7 @@ class Writers:
         self._done: queue.SimpleQueue[int | BaseException] = queue.SimpleQueue()
         self._open = 0
         self._stop = threading.Event()
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Task[None]] = []
 
     def put(self, write: Write) -> None:
         """Takes a write, once there is room for it; raises if an earlier one failed."""
@@ -56,16 +58,12 @@ class Writers:
         for _ in self._threads:
             self._waiting.put(None)
         for thread in self._threads:
-            # Ctrl-C may have come before the start.
-            if thread.ident is not None:
-                thread.join(max(0.0, end - time.monotonic()))
+            thread.join(end - time.monotonic())
 
     def _start(self) -> None:
-        # Daemons: one that hangs in the kernel must not hold up the exit.
-        thread = threading.Thread(target=self._work, name="mfload-writer", daemon=True)
-        self._threads.append(thread)
+        self._threads.append(Task(self._work))  # First: Ctrl-C may come while it is started.
         try:
-            thread.start()
+            self._threads[-1].start("mfload-writer")
         except RuntimeError:
             # The system gives no more threads: those there are, or this one, do the work.
             self._threads.pop()

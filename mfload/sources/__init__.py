@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 
 from mfload import errors
 from mfload.load_options import LoadOptions
+from mfload.runtime import start
 from mfload.sources.base import Source, redacted
 from mfload.sources.local import LocalFile
 
@@ -140,29 +141,21 @@ def together(call: Callable[[Source], object], given: Iterable[Source]) -> None:
 def at_once(call: Callable[[Any], object], given: Iterable[Any], threads: int) -> None:
     """Calls a function for each of several things, in threads; raises the first error."""
     waiting = deque(given)
-    failed: list[BaseException] = []
 
     def work() -> None:
-        while not failed:
+        while True:
             try:
                 each = waiting.popleft()
             except IndexError:
                 return
             try:
                 call(each)
-            except BaseException as error:  # noqa: BLE001 - raised again in the calling thread
-                failed.append(error)
+            except BaseException:
+                waiting.clear()
+                raise
 
     if len(waiting) < 2:
-        work()
-    else:
-        import threading
-
-        count = min(len(waiting), threads)
-        started = [threading.Thread(target=work, daemon=True) for _ in range(count)]
-        for thread in started:
-            thread.start()
-        for thread in started:
-            thread.join()
-    if failed:
-        raise failed.pop()
+        return work()
+    count = min(len(waiting), threads)
+    for task in [start(work, "mfload-source") for _ in range(count)]:
+        task.result()

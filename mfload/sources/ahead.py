@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
+from mfload.runtime import Task, start
 from mfload.sources.base import ClosedAtEnd, Handle, Source
 
 
@@ -28,7 +30,7 @@ class AheadSource:
     def __init__(self, source: Source, ranges: Sequence[tuple[int, int]]) -> None:
         self.source, self._ranges = source, ranges
         self._starts = list(map(itemgetter(0), ranges))
-        self._held: dict[int, _Fetch] = {}
+        self._held: dict[int, Task[Any] | None] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "source":  # Not made yet.
@@ -44,17 +46,23 @@ class AheadSource:
         if number >= 0 and offset < self._ranges[number][1]:
             wanted = range(number, min(number + 2, len(self._ranges)))
             held = self._held
-            self._held = {n: held.get(n) or _Fetch(self.source, *self._ranges[n]) for n in wanted}
+            self._held = {n: held.get(n) or self._begun(n) for n in wanted}
+
+    def _begun(self, number: int) -> Task[Any] | None:
+        with suppress(RuntimeError):  # The system gives no more threads.
+            return start(partial(_fetched, self.source, *self._ranges[number]), "mfload-ahead")
 
     def find(self, offset: int, nbytes: int) -> Any:
-        """A range of bytes, if it was fetched."""
+        """A range of bytes, if it was fetched; in a fork it was not."""
         number = bisect_right(self._starts, offset) - 1
         fetch = self._held.get(number)
         if fetch is None or offset + nbytes > self._ranges[number][1]:
             return None
-        data = fetch.wait()
         at = offset - self._starts[number]
-        return None if data is None else data[at : at + nbytes]
+        with suppress(OSError, errors.MfloadError):
+            data = fetch.result()
+            return None if data is None else data[at : at + nbytes]
+        return None
 
     def open(self, flags: int = 0) -> AheadHandle:
         """Opens it for one thread (see `Source`)."""
@@ -91,29 +99,8 @@ class AheadHandle(ClosedAtEnd):
             self._handle = None
 
 
-class _Fetch:
-    """A range that a thread fetches."""
-
-    def __init__(self, source: Source, start: int, stop: int) -> None:
-        self._data: Any = None
-
-        def fetch() -> None:
-            data = np.empty(stop - start, np.uint8)
-            try:
-                with source.open() as handle:
-                    handle.read([data], start)
-            except (OSError, errors.MfloadError):
-                return
-            self._data = data
-
-        self._thread = threading.Thread(target=fetch, name="mfload-ahead", daemon=True)
-        try:
-            self._thread.start()
-        except RuntimeError:  # The system gives no more threads.
-            self._thread = None
-
-    def wait(self) -> Any:
-        """The bytes; None if they did not come. In a forked child they don't."""
-        if self._thread is not None:
-            self._thread.join()
-        return self._data
+def _fetched(source: Source, start: int, stop: int) -> Any:
+    data = np.empty(stop - start, np.uint8)
+    with source.open() as handle:
+        handle.read([data], start)
+    return data

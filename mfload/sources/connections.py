@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 from mfload import errors
+from mfload.runtime import Forked
 from mfload.sources.tls import Tls
 
 _INTERIM = 100  # Answers before the final one, at most.
@@ -138,7 +139,7 @@ class Pool:
     def __init__(self, tls: Tls, most: int) -> None:
         self._tls, self._context, self._most = tls, None, most
         self._idle: deque[tuple[tuple[Any, ...], http.client.HTTPConnection]] = deque()
-        self._process = os.getpid()
+        self._forked = Forked()
         weakref.finalize(self, _close, self._idle)  # At exit too, while there are modules.
 
     def connect(self, scheme: str, host: str, port: int) -> http.client.HTTPConnection:
@@ -162,9 +163,9 @@ class Pool:
 
     def take(self, server: tuple[Any, ...]) -> http.client.HTTPConnection | None:
         """A connection to a server; None if there is none."""
-        if self._process != os.getpid():  # They are those of the parent of a fork.
+        if self._forked:  # They are those of the parent.
             self.close()
-            self._process = os.getpid()
+            self._forked = Forked()
         for _ in range(len(self._idle)):
             with suppress(IndexError):
                 entry = self._idle.popleft()
@@ -175,7 +176,7 @@ class Pool:
 
     def give(self, server: tuple[Any, ...], connection: http.client.HTTPConnection) -> None:
         """Keeps a connection, or closes it if there are enough."""
-        if len(self._idle) < self._most and self._process == os.getpid():
+        if len(self._idle) < self._most and not self._forked:
             self._idle.append((server, connection))
         else:
             connection.close()

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from mfload import errors
+from mfload.runtime import in_forks
 from mfload.sources.base import ClosedAtEnd, Costs, Identity, shrunk
 
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
@@ -258,6 +259,38 @@ class _Kept(OpenFile):
             close(self.fd)
 
 
+class AtOnce(ClosedAtEnd):
+    """A file that is kept open, and a handle of it, which reads what the page cache holds.
+
+    It never waits: for all else it raises BlockingIOError. That is a file which is not open yet,
+    bytes that come from a disk, and a system or a file system that can't tell.
+    """
+
+    file = None
+
+    def __init__(self, source: Any) -> None:
+        self._kept = getattr(source, "kept", None)  # The last reference would close it.
+        self.fd = getattr(self._kept, "fd", -1)
+
+    def open(self, flags: int = 0) -> AtOnce:
+        """The same."""
+        return self
+
+    def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
+        """Fills the buffers of a vector (see `Handle`)."""
+        least = sum(part.nbytes for part in vector) if least is None else least
+        try:
+            got = os.preadv(self.fd, vector, offset, os.RWF_NOWAIT)
+        except (AttributeError, OSError):
+            got = 0
+        if got < least:
+            raise BlockingIOError(errno.EAGAIN, "the page cache does not hold all of it")
+        return got
+
+    def close(self) -> None:
+        """Does nothing, as with what is kept open."""
+
+
 # Files that are kept open, the longest open first. Appending to a deque and taking from it need no
 # lock, which a fork might copy while another thread holds it.
 _keepers: deque[weakref.ref[LocalFile]] = deque()
@@ -281,17 +314,17 @@ def _limit_kept(newest: LocalFile) -> None:
                 source.kept = None
 
 
+@in_forks
 def _close_kept() -> None:
-    """Closes all files that are kept; they are opened again when they are asked for."""
+    """Closes all files that are kept; they are opened again when they are asked for.
+
+    A descriptor that two processes share would have one state of reading ahead for both.
+    """
     for each in list(_keepers):
         source = each()
         if source is not None:
             source.kept = None
     _keepers.clear()
-
-
-# A descriptor that two processes share would have one state of reading ahead for both.
-os.register_at_fork(after_in_child=_close_kept)
 
 
 def _open(path: str, flags: int | None) -> tuple[int, Identity]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+import watch
 from devices import arrays, fake
 from devices.fake import FakeDevice
 from devices.queues import MODES, Span
@@ -152,12 +153,10 @@ def test_no_thread_waits_for_what_was_given_back() -> None:
     device, kits = FakeDevice(), Kits()
     for _ in range(2):
         kept(device, 2, kits)
-        timer: Any = kits._timer
-        assert timer.is_alive()
+        assert "mfload-idle" in watch.readers()
         kits.give_back()
         assert kits._timer is None
-        timer.join(10)
-        assert not timer.is_alive()
+        assert watch.wait_for(lambda: "mfload-idle" not in watch.readers())
     device.assert_clean()
 
 
@@ -212,7 +211,7 @@ def test_what_is_in_use_is_not_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     end = time.monotonic() + 10
     while device.pinned > 1 and time.monotonic() < end:
         time.sleep(0.01)
-    assert [slot._process for slot in kit.slots] == [os.getpid()]
+    assert [slot._forked is None for slot in kit.slots] == [False]
     kits.give(device, kit)
     kits.close()
     device.assert_clean()

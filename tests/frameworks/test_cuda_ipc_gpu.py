@@ -39,7 +39,8 @@ import sys
 import torch
 import mfload
 held = {f"t{n}": torch.arange(n * 1000, dtype=torch.float32, device="cuda:0") for n in range(1, 9)}
-with mfload.publish(held, model="m", peer=mfload.PeerOptions(transports=("cuda_ipc", "http"))) as seed:
+peer = mfload.PeerOptions(transports=("cuda_ipc", "http"))
+with mfload.publish(held, model="m", peer=peer) as seed:
     print(seed.url, flush=True)
     sys.stdin.read()
 """

@@ -20,8 +20,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from mfload import errors
-from mfload.io import buffers, gather, threads, uring
+from mfload import errors, runtime
+from mfload.io import buffers, gather, uring
 from mfload.io.gather import Gather, Reads, open_gather
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
@@ -323,7 +323,7 @@ def test_an_interrupt_while_threads_start(
 ) -> None:
     """Those that have begun are waited for, also one of which nothing came back."""
     reading, ended = threading.Event(), threading.Event()
-    real_start, real_read = threads.Crew.start, Gather._read_one
+    real_start, real_read = runtime.Crew.start, Gather._read_one
 
     def start(crew: Any, call: Any) -> Any:
         if reading.is_set():
@@ -342,7 +342,7 @@ def test_an_interrupt_while_threads_start(
 
     _, begin = _memory(4096 * 70)
     with _open(path, engine="threads") as opened:
-        monkeypatch.setattr(threads.Crew, "start", start)
+        monkeypatch.setattr(runtime.Crew, "start", start)
         monkeypatch.setattr(Gather, "_read_one", read_one)
         with pytest.raises(KeyboardInterrupt):
             opened.read(Reads.of(0, np.arange(70) * 4096, begin + np.arange(70) * 4096, 4096))

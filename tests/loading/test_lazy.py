@@ -555,9 +555,10 @@ def test_what_is_asked_for_otherwise_takes_the_long_way(
         opened.get_slice("a")[1]
 
 
+@pytest.mark.parametrize("engine", ["auto", "mmap"])
 @pytest.mark.parametrize("error", [0, errno.EAGAIN, errno.EOPNOTSUPP])
 def test_with_a_timeout_what_is_cached_is_read_at_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, error: int
+    path: Path, monkeypatch: pytest.MonkeyPatch, error: int, engine: Any
 ) -> None:
     real = os.preadv
 
@@ -567,12 +568,16 @@ def test_with_a_timeout_what_is_cached_is_read_at_once(
         return real(fd, vector, offset, *flags)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    with mfload.open(path, options=mfload.Options(timeout=60)) as opened:
+    options = mfload.Options(timeout=60, engine=engine)
+    with mfload.open(path, options=options) as opened:
         assert samples.same(opened.get_slice("embed")[3], MODEL["embed"][3])  # Opens the file.
+        columns = opened.get_slice("embed")[:, 1:2]
         if not error:
             _no_session(monkeypatch)
         assert samples.same(opened.get_slice("embed")[3], MODEL["embed"][3])
         assert samples.same(opened.get_tensor("odd"), MODEL["odd"])
+        if engine == "auto":
+            assert samples.same(opened.get_slice("embed")[:, 1:2], columns)
 
 
 def test_files_stay_open_until_it_is_closed(path: Path) -> None:

@@ -260,7 +260,7 @@ def test_a_dropped_stream_waits_for_nothing(large: Path, monkeypatch: pytest.Mon
     go.set()
     next(stream)
     ahead = stream._rows.gi_frame.f_locals["take"].__self__
-    ahead._thread.join()  # The second batch is at hand; what is read ahead of the third one hangs.
+    ahead._task.join()  # The second batch is at hand; what is read ahead of the third one hangs.
     go.clear()
     begun.clear()
     for _ in range(4):
@@ -292,7 +292,7 @@ def test_close_leaves_a_read_that_hangs(large: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(streaming, "_GRACE", 0.2)
     stream = _stream(large, engine="pread", max_host_overhead=4 * MIB)
     next(stream)
-    stream._rows.gi_frame.f_locals["take"].__self__._thread.join()  # The second batch is there.
+    stream._rows.gi_frame.f_locals["take"].__self__._task.join()  # The second batch is there.
     hangs.append(True)
     for _ in range(4):
         next(stream)

@@ -76,7 +76,7 @@ def status(answer: bytes) -> int:
 
 def connections() -> int:
     """Threads that answer."""
-    return sum("process_request_thread" in each.name for each in threading.enumerate())
+    return sum(each.name == "mfload-connection" for each in threading.enumerate())
 
 
 class TestRequests:
