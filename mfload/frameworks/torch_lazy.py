@@ -418,9 +418,11 @@ def _memory(target: Any) -> Any:
     Loaders fill one tensor in parts, each of which would leave small pages at both of its ends.
     """
     start, storage = target.data_ptr(), target.untyped_storage()
-    stop, low = start + target.numel() * target.element_size(), storage.data_ptr()
-    low, high = max(low, start - buffers.HUGE), min(low + storage.nbytes(), stop + buffers.HUGE)
-    buffers.ask_huge(low, high - low)
+    stop = start + target.nbytes
+    if storage.nbytes() >= buffers.HUGE:
+        low = storage.data_ptr()
+        low, high = max(low, start - buffers.HUGE), min(low + storage.nbytes(), stop + buffers.HUGE)
+        buffers.ask_huge(low, high - low)
     return memory_at(target, start, stop - start)
 
 

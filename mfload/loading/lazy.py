@@ -298,7 +298,14 @@ class _Reader:
         The pages of new memory take longer to make than their bytes to copy. Returns what other
         threads used.
         """
-        count = max(1, min(self._threads, memory.nbytes // _PART))
+        count = min(self._threads, memory.nbytes // _PART)
+        if count <= 1:
+            with source.open() as handle:
+                if ahead:
+                    fetch(handle.fd, ahead)
+                buffers.populate(memory)
+                handle.read([memory], at)
+            return []
         size, caller = -(-memory.nbytes // count), get_ident()
         used: list[Span] = []
 
@@ -312,9 +319,6 @@ class _Reader:
             if before is not None:
                 used.append((before, usage(thread=True)))
 
-        if count == 1:
-            read(0)
-            return used
         if self._crew is None:
             from mfload.io.threads import Crew  # Late: most reads take this thread alone.
 
