@@ -113,8 +113,8 @@ class _Reader:
 
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
-        if self._reads_small and self._is_small(row, row.nbytes):
-            made = self._read_small(row, row.shape, ((0,), row.nbytes))
+        if self._reads_small and self._is_small(row, nbytes := row.nbytes):
+            made = self._read_small(row, row.shape, ((0,), nbytes))
             if made is not None:
                 return made
         return self.load([Request(row, row.dtype)])[0]
@@ -187,20 +187,22 @@ class _Reader:
         self, source: Source, row: TensorInfo, starts: Sequence[int], nbytes: int
     ) -> tuple[Any, int]:
         """Memory that holds ranges of a tensor, and where in it they begin; None: see above."""
-        align = self._adapter.alignment or max(1, row.dtype.nbytes // row.dtype.elements)
         if self._never_waits and getattr(source, "kept", None) is None:
             return None, 0  # To open a file may take long.
         map_range = self._map  # None after another thread has closed the checkpoint.
         offset = row.pieces[0].offset
-        # As in a plan, what is not aligned in the file is read.
-        if map_range is not None and (offset + starts[0]) % align == 0:
-            return map_range(source, offset + starts[0], nbytes)
+        alignment, count = self._adapter.alignment, len(starts)
+        if map_range is not None:
+            align = alignment or max(1, row.dtype.nbytes // row.dtype.elements)
+            # As in a plan, what is not aligned in the file is read.
+            if (offset + starts[0]) % align == 0:
+                return map_range(source, offset + starts[0], nbytes)
         # NumPy's memory, which is not counted: to map a buffer takes longer than to read.
-        memory = buffers.small(nbytes * len(starts), self._adapter.alignment)
+        memory = buffers.small(nbytes * count, alignment)
         handle = source.open()
         try:
             for n, start in enumerate(starts):
-                part = memory[n * nbytes : (n + 1) * nbytes]
+                part = memory if count == 1 else memory[n * nbytes : (n + 1) * nbytes]
                 if not self._never_waits:
                     handle.read([part], offset + start)
                 elif not _read_at_once(handle, part, offset + start):
