@@ -199,5 +199,5 @@ def array_at(
     """A NumPy array over memory of `owner`, which it keeps alive; strides are in bytes."""
     if 0 in shape:
         return np.empty(shape, kind)  # Older versions of NumPy refuse address 0.
-    interface = {"version": 3, "typestr": kind, "shape": shape, "strides": strides}
-    return np.asarray(_Memory(owner, {**interface, "data": (address, False)}))
+    where = {"data": (address, False), "strides": strides}
+    return np.asarray(_Memory(owner, {"version": 3, "typestr": kind, "shape": shape, **where}))

@@ -66,7 +66,8 @@ def _small(path: Path, count: int) -> Iterator[Row]:
     def state_dict() -> Any:
         return modules[1].load_state_dict(safetensors.torch.load_file(path))
 
-    into(), state_dict()
+    into()
+    state_dict()
     _equal(modules[0].state_dict(), modules[1].state_dict())
     each = f"{count} of 64 bytes"
     yield Row(f"load_into a torch module, {each}", into, "load_state_dict", state_dict, _LIMIT)

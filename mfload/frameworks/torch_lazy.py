@@ -417,11 +417,13 @@ def _memory(target: Any) -> Any:
 
     Loaders fill one tensor in parts, each of which would leave small pages at both of its ends.
     """
-    start, storage = target.data_ptr(), target.untyped_storage()
-    stop, low = start + target.numel() * target.element_size(), storage.data_ptr()
-    low, high = max(low, start - buffers.HUGE), min(low + storage.nbytes(), stop + buffers.HUGE)
-    buffers.ask_huge(low, high - low)
-    return memory_at(target, start, stop - start)
+    start, nbytes = target.data_ptr(), target.nbytes
+    if nbytes >= buffers.PAGE:
+        storage, stop = target.untyped_storage(), start + nbytes
+        low = storage.data_ptr()
+        low, high = max(low, start - buffers.HUGE), min(low + storage.nbytes(), stop + buffers.HUGE)
+        buffers.ask_huge(low, high - low)
+    return memory_at(target, start, nbytes)
 
 
 def _fill(target: Any, lazy: LazyTensor) -> Any:
@@ -445,6 +447,8 @@ def _fill(target: Any, lazy: LazyTensor) -> Any:
 def _is_dense(lazy: LazyTensor) -> bool:
     """Whether it is all of a part, in C order."""
     part, strides, offset = lazy.taken()
+    if part is lazy.whole.part and not offset and lazy.like.is_contiguous():
+        return lazy.like.numel() == math.prod(part.shape)
     dense = 1
     for length, stride in zip(reversed(lazy.like.shape), reversed(strides), strict=True):
         if length != 1 and stride != dense:

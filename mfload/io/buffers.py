@@ -218,6 +218,8 @@ def populate(memory: Any) -> None:
     Memory whose last page is there is left alone: most likely it was used before, as a heap's is.
     Of shared memory, a page is there once any process made it.
     """
+    if memory.nbytes < mmap.PAGESIZE:
+        return
     address = memory.ctypes.data
     start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (address + memory.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE

@@ -109,8 +109,8 @@ class _Reader:
 
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
-        if self._reads_small and self._is_small(row, row.nbytes):
-            made = self._read_small(row, row.shape, ((0,), row.nbytes))
+        if self._reads_small and self._is_small(row, nbytes := row.nbytes):
+            made = self._read_small(row, row.shape, ((0,), nbytes))
             if made is not None:
                 return made
         return self.load([Request(row, row.dtype)])[0]
@@ -199,7 +199,8 @@ class _Reader:
         handle = AtOnce(source) if self._never_waits else source.open()
         try:
             for n, start in enumerate(starts):
-                handle.read([memory[n * nbytes : (n + 1) * nbytes]], offset + start)
+                part = memory if len(starts) == 1 else memory[n * nbytes : (n + 1) * nbytes]
+                handle.read([part], offset + start)
         finally:
             handle.close()
         return memory, 0
@@ -300,7 +301,14 @@ class _Reader:
         The pages of new memory take longer to make than their bytes to copy. Returns what other
         threads used.
         """
-        count = max(1, min(self._threads, memory.nbytes // _PART))
+        count = min(self._threads, memory.nbytes // _PART)
+        if count <= 1:
+            with source.open() as handle:
+                if ahead:
+                    fetch(handle.fd, ahead)
+                buffers.populate(memory)
+                handle.read([memory], at)
+            return []
         size, caller = -(-memory.nbytes // count), get_ident()
         used: list[Span] = []
 
@@ -314,9 +322,6 @@ class _Reader:
             if before is not None:
                 used.append((before, usage(thread=True)))
 
-        if count == 1:
-            read(0)
-            return used
         if self._crew is None:
             self._crew = Crew()
         self._crew.share(read, count, count)

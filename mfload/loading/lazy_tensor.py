@@ -125,14 +125,14 @@ class LazyTensor:
         """
         self._check_open()
         adapter, request = self.adapter, self._request
-        start, before = time.perf_counter(), usage(thread=True)
+        start, before = time.perf_counter(), None if self._report is None else usage(thread=True)
         try:
             filled = None if lent is None else self._opened.fill(request, lent.memory)
         except BaseException as error:
             error.add_note(f"the target of {self.name} may hold some of the new values")
             raise
         if lent is not None and filled is not None:
-            if self._report is not None:
+            if before is not None:
                 seconds = time.perf_counter() - start
                 self._count(filled, lent.memory.nbytes, seconds, before)
             return lent.array

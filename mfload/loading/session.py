@@ -619,7 +619,8 @@ class Session:
     ) -> None:
         """Puts the buffers of a plan into `memory`, and what is lent of them into `lent`."""
         if self._lends:
-            lent.update(allocate.lend(plan, self.adapter))
+            with gc_paused():
+                lent.update(allocate.lend(plan, self.adapter))
         deadline, get = self._options.deadline, allocate.allocate
         get = functools.partial(get, plan, self._sources, self.adapter, lent, there)
         if self._devices and deadline.seconds is not None:

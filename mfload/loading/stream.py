@@ -55,13 +55,15 @@ class Stream(Iterator[tuple[str, Array]]):
         self._lock = threading.Lock()
 
     def __next__(self) -> tuple[str, Array]:
-        with self._alone():
-            try:
-                return next(self._rows)
-            except BaseException as error:
-                self._end(True)
-                let_go(error)
-                raise
+        self._begin()
+        try:
+            return next(self._rows)
+        except BaseException as error:
+            self._end(True)
+            let_go(error)
+            raise
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """Ends it, and waits for a read under way, 5 seconds at most.
@@ -69,21 +71,19 @@ class Stream(Iterator[tuple[str, Array]]):
         Lazy tensors of it can't be read any more. While another thread takes a tensor it raises
         UsageError.
         """
-        with self._alone():
+        self._begin()
+        try:
             self._rows.close()
             self._end(True)
             self._close()
+        finally:
+            self._lock.release()
 
-    @contextmanager
-    def _alone(self) -> Generator[None]:
+    def _begin(self) -> None:
         if not self._lock.acquire(blocking=False):
             raise errors.UsageError(
                 "the stream is in use", expected="one thread at a time, which also closes it"
             )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def __enter__(self) -> Stream[Array]:
         return self

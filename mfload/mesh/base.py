@@ -203,27 +203,33 @@ def requests(wanted: Iterable[TensorShares]) -> dict[int, list[Request]]:
     made: dict[int, list[Request]] = {}
     # Layers of a model are alike, and share what is made of their shares.
     known: dict[Any, tuple[Any, list[_Part]]] = {}
+    cuts: dict[Any, Selection | None] = {}
     with gc_paused():
         for each in wanted:
             info, dtype, checked, shares, separate = each
             key = id(shares), info.shape, info.dtype.name, separate
             if key not in known:
-                known[key] = shares, _parts(each)  # With its shares kept, the id stays theirs.
+                known[key] = (
+                    shares,
+                    _parts(each, cuts),
+                )  # With its shares kept, the id stays theirs.
             for process, selection, devices in known[key][1]:
                 row = _new(Request, (info, dtype, selection, checked, devices))
                 made.setdefault(process, []).append(row)
     return made
 
 
-def _parts(wanted: TensorShares) -> list[_Part]:
+def _parts(wanted: TensorShares, cuts: dict[Any, Selection | None]) -> list[_Part]:
     info, _, _, shares, separate = wanted
     held: dict[tuple[int, Box], list[int]] = {}
     for process, device, box in shares:
         held.setdefault((process, box), []).append(device)
     made: list[_Part] = []
     for (process, box), devices in held.items():
+        key = info.dtype.name, info.shape, box
         try:
-            selection = boxed(info, box)
+            if key not in cuts:
+                cuts[key] = boxed(info, box)
         except errors.SliceError as error:
             raise errors.ShardingError(
                 f"a shard would cut through elements of {info.dtype} that share a byte",
@@ -232,7 +238,7 @@ def _parts(wanted: TensorShares) -> list[_Part]:
                 found=f"shard {[list(pair) for pair in box]} of shape {list(info.shape)}",
             ) from None
         each = [(n,) for n in devices] if separate else [tuple(devices)]
-        made += [(process, selection, numbers) for numbers in each]
+        made += [(process, cuts[key], numbers) for numbers in each]
     return made
 
 

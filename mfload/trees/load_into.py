@@ -177,7 +177,9 @@ def fill(
     if (framework := outline.framework_of(target)) is not None:
         from mfload.trees import modules
 
-        made = importlib.import_module(f"mfload.trees.{framework}_modules").make(target)
+        kind = importlib.import_module(f"mfload.trees.{framework}_modules")
+        with gc_paused():
+            made = kind.make(target)
         modules.load_into(target, made, asked, path, options)
         return target
     try:

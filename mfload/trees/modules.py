@@ -411,28 +411,33 @@ class _Filling:
         options, leaves = self._loader.options, self._module.leaves
         memory: dict[int, Any] = {}
         rows: list[tuple[Box, bool]] = []  # What this process holds, and whether it lands there.
+        # Recipes share transforms, of which these are sought once.
+        known = {id(each.transform): each.transform for each in recipes.values()}
+        kinds = {key: (each.plain, each.shape) for key, each in known.items()}
         for number, recipe in recipes.items():
-            lands = recipe.transform.plain
+            lands, shape = kinds[id(recipe.transform)]
             if lands and not leaves[number].abstract:
                 memory[number] = self._memory(number, recipe)
                 lands = memory[number] is not None or self._module.replaces
-            rows.append((self._box(number, recipe.transform.shape), lands))
+            rows.append((self._box(number, shape), lands))
         every = {self._rank: rows}
         if self._group is not None and options.exchange != "never":
-            every = gather_rows(self._group, rows)
+            said = gather_rows(self._group, rows).items()
+            every = {
+                r: [(tuple(map(tuple, box)), lands) for box, lands in some] for r, some in said
+            }
         direct: list[TensorShares] = []
         replaced: list[tuple[int, TensorShares]] = []
         arranged: list[tuple[int, list[LeafPart]]] = []
         taken: dict[int, TensorShares | None] = {}
+        held = sorted(every.items())
         for at, (number, recipe) in enumerate(recipes.items()):
-            boxes = {rank: tuple((a, b) for a, b in every[rank][at][0]) for rank in sorted(every)}
-            shares = tuple(
-                Share(rank, number, box) for rank, box in boxes.items() if 0 not in shape_of(box)
-            )
-            local = shape_of(boxes[self._rank])
+            lands = all(some[at][1] for _, some in held)  # The same on all processes.
+            boxes = [(rank, some[at][0]) for rank, some in held]
+            shares = tuple([Share(rank, number, box) for rank, box in boxes if _filled(box)])
+            local = shape_of(rows[at][0])
             nbytes = recipe.dtype.size_of(local) or 0
             self._nbytes += nbytes
-            lands = all(row[at][1] for row in every.values())  # The same on all processes.
             if leaves[number].shape == OPEN:
                 taken[number] = None
             if leaves[number].abstract:
@@ -697,6 +702,11 @@ class _Filling:
                     else:
                         spans = zip(stored(part.recipe.dtype, start), made.shape, strict=True)
                         beside[tuple(slice(at, at + n) for at, n in spans)] = made
+
+
+def _filled(box: Box) -> bool:
+    """Whether a box has elements."""
+    return all(start < stop for start, stop in box)
 
 
 def _nbytes(recipe: Recipe) -> int:

@@ -20,6 +20,7 @@ from mfload.trees import torch_hooks
 from mfload.trees.modules import Module, New, overlapping, stored, tied, unfit
 from mfload.trees.recipe import OPEN, Leaf
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # Tensors are asked thousands of times what they are.
 _COUNT = "num_batches_tracked"
 # Integers of the width of each item: they are copied bit for bit, whatever they stand for.
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -122,15 +123,17 @@ class TorchModule(Module):
             return "what the module makes when it is saved"
         if torch.nn.parameter.is_lazy(tensor):
             return "a parameter that is not initialised yet: run the module once"
-        kinds = {kind.__name__ for kind in type(tensor).__mro__}
-        if "FakeTensor" in kinds or tensor.is_nested or tensor.layout != torch.strided:
+        plain = type(tensor) in _PLAIN
+        fake = not plain and "FakeTensor" in {kind.__name__ for kind in type(tensor).__mro__}
+        if fake or tensor.is_nested or tensor.layout != torch.strided:
             return "a fake, nested or sparse tensor"
         if tensor.is_quantized or _name(tensor) not in base.ROWS:
             return str(tensor.dtype)
         if tensor.is_meta:
             return None
-        local = self.local(tensor)
-        if (why := overlapping(local.shape, local.stride())) is not None:
+        local = tensor if plain else self.local(tensor)
+        dense = plain and tensor.is_contiguous()
+        if not dense and (why := overlapping(local.shape, local.stride())) is not None:
             return why
         try:
             last = local.storage_offset() * local.element_size() + local.nbytes
@@ -312,12 +315,18 @@ def _asked(wish: Any, name: str, tensor: Any, value: Any) -> Any:
 
 
 def _is_dtensor(tensor: Any) -> bool:
-    return isinstance(tensor, _class("torch.distributed.tensor", "DTensor"))
+    kind = type(tensor)
+    return kind not in _PLAIN and issubclass(kind, _class("torch.distributed.tensor", "DTensor"))
 
 
 def _name(tensor: Any) -> str:
     """What NumPy and others call its dtype."""
-    return str(tensor.dtype).removeprefix("torch.").removesuffix("_x2")
+    return _dtype_name(tensor.dtype)
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.").removesuffix("_x2")
 
 
 def _variables(module: Any, *, recurse: bool = True) -> Any:
@@ -327,7 +336,7 @@ def _variables(module: Any, *, recurse: bool = True) -> Any:
 
 def _key(tensor: Any) -> Any:
     """What parameters have in common that are one: the object, or all of their memory."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch.nn.parameter.is_lazy(tensor):
+    if type(tensor) not in _PLAIN or torch.nn.parameter.is_lazy(tensor):
         return id(tensor)
     if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
         return id(tensor)

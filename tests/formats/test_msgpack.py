@@ -307,6 +307,46 @@ def test_every_truncation_is_told(tmp_path: Path) -> None:
         assert caught.type is errors.HeaderError
 
 
+def _alike(names: list[str]) -> bytes:
+    """A map of arrays whose heads are the same; names may come twice."""
+    entry = pack({"_": np.arange(16, dtype=np.float32)})[2:]
+    named = (bytes([0xA0 + len(name)]) + name.encode() + entry[1:] for name in names)
+    return b"\xde" + len(names).to_bytes(2, "big") + b"".join(named)
+
+
+def test_arrays_with_the_same_head_are_told_apart() -> None:
+    names = [f"layer.{n}" for n in range(2000)]  # More than a window.
+    tree = {name: random_array(n, "float32", (16,)) for n, name in enumerate(names)}
+    tree["other"] = random_array(0, "float32", (4, 4))  # As many bytes, another shape.
+    tree |= {f"é{n}": random_array(n, "float32", (16,)) for n in range(3)}
+    tree |= {"x" * 40 + str(n): random_array(n, "int32", (16,)) for n in range(3)}
+    tree["nested"] = {name: tree[name] for name in names[:5]}
+    same(tree_of(pack(tree))[1], tree)
+
+
+def test_arrays_with_the_same_head_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(raw: bytes, match: str) -> None:
+        with pytest.raises(errors.HeaderError, match=match):
+            reader.read(MemorySource(raw))
+
+    refused(_alike(["a", "b", "c", "b"]), "a key is given twice")
+    raw = _alike(["a", "b", "c"])
+    assert [*reader.read(MemorySource(raw))[0].names] == ["a", "b", "c"]
+    for length in range(len(raw)):
+        refused(raw[:length], "truncated")
+    refused(raw + b"\0", "bytes follow the value")
+    twice = {"a.b": _F4, "a": {"b": _F4, "c": _F4}}
+    refused(pack(twice), "two arrays have the same name")
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "MAX_DEPTH", 2)  # Their shapes are one level further.
+        refused(pack({"c": _F4, "d": _F4, "a": {"b": _F4}}), "nested too deep")
+    monkeypatch.setattr(reader, "MAX_VALUES", 40)
+    refused(_alike([str(n) for n in range(50)]), "too many values")
+    monkeypatch.setattr(reader, "MAX_VALUES", 4000)
+    monkeypatch.setattr(reader, "MAX_BYTES", 100)
+    refused(_alike([str(n) for n in range(50)]), "over the limit")
+
+
 # -- fuzzing ---------------------------------------------------------------------------------
 
 _INTERESTING = [0xC1, 0xC4, 0xC6, 0xC7, 0xC9, 0xD4, 0xD8, 0xDB, 0xDD, 0xDF, 0, 0xFF, 0x7F, 0x80]
