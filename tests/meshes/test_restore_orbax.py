@@ -337,17 +337,16 @@ def test_unfinished_checkpoints(tmp_path: Path, with_target: bool) -> None:
     root = tmp_path / "run"
     half = root / "3.orbax-checkpoint-tmp"
     shutil.copytree(root / "2", half)
-    assert mfload.restore(
-        root, target, names="step", framework="jax"
-    )  # The unfinished one is passed over.
+    # The unfinished one is passed over.
+    assert mfload.restore(root, target, names="step", framework="jax")
     with pytest.raises(errors.CheckpointError, match="not finished") as caught:
-        mfload.restore(half, target)
+        mfload.restore(half, target, framework="jax")
     assert str(half) in str(caught.value)
     with pytest.raises(errors.CheckpointError, match="not finished"):
-        mfload.restore(root, target, step=3)
+        mfload.restore(root, target, step=3, framework="jax")
     (root / "2" / "default" / "_METADATA").unlink()
     with pytest.raises(errors.CheckpointError, match="_METADATA"):
-        mfload.restore(root / "2", target)
+        mfload.restore(root / "2", target, framework="jax")
 
 
 def test_a_missing_chunk_is_told(tmp_path: Path) -> None:
