@@ -110,7 +110,7 @@ again = mfload.restore(file, jax.eval_shape(fresh), mesh=mesh, shardings=shardin
 same = jax.tree.map(np.array_equal, again, state)
 print("bit-equal:", all(jax.tree.leaves(same)))
 assert all(jax.tree.leaves(same))
-print(list(mfload.restore(file)["params"]))
+print(list(mfload.restore(file, framework="jax")["params"]))
 
 # %% [markdown]
 # ## The wrong model

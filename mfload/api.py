@@ -119,7 +119,7 @@ T = TypeVar("T")
 
 @overload
 def load(
-    path: Paths, framework: Numpy, *, device: Device = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Numpy = ..., *, device: Device = ..., **more: Unpack[LoadArguments]
 ) -> dict[str, NumpyArray]: ...
 @overload
 def load(
@@ -143,15 +143,15 @@ def load(
 ) -> dict[str, CupyArray]: ...
 @overload
 def load(
-    path: Paths, framework: Named, *, device: Rules = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Named = ..., *, device: Rules = ..., **more: Unpack[LoadArguments]
 ) -> dict[str, Any]: ...
 @overload
 def load(
-    path: Paths, framework: Named, *, device: list[T], **more: Unpack[LoadArguments]
+    path: Paths, framework: Named = ..., *, device: list[T], **more: Unpack[LoadArguments]
 ) -> dict[str, list[Any]]: ...
 def load(
     path: PathOrBytes | Sequence[PathOrBytes],
-    framework: Framework | ModuleType,
+    framework: Framework | ModuleType = "numpy",
     *,
     device: object = None,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
@@ -176,7 +176,8 @@ def load(
             A file or an index may be an http:// or https:// URL, and a file may be bytes in
             memory, which are copied.
         framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", an alias ("np",
-            "flax", "pt", "pytorch", "tf"), or the module itself (`torch`, `jax.numpy`).
+            "flax", "pt", "pytorch", "tf"), or the module itself (`torch`, `jax.numpy`). Default:
+            "numpy".
         device: A name such as "cpu:1" or "cuda:0", or the framework's own device object. Default:
             the framework's default device, to which JAX's arrays are not committed. A list of
             devices puts every tensor on each of them, as a list of arrays. A list of (regex,
@@ -350,7 +351,7 @@ def open(
 
 @overload
 def stream(
-    path: Paths, framework: Numpy, *, device: Device = ..., **more: Unpack[EagerArguments]
+    path: Paths, framework: Numpy = ..., *, device: Device = ..., **more: Unpack[EagerArguments]
 ) -> Stream[NumpyArray]: ...
 @overload
 def stream(
@@ -374,15 +375,15 @@ def stream(
 ) -> Stream[CupyArray]: ...
 @overload
 def stream(
-    path: Paths, framework: Named, *, device: Rules = ..., **more: Unpack[StreamArguments]
+    path: Paths, framework: Named = ..., *, device: Rules = ..., **more: Unpack[StreamArguments]
 ) -> Stream[Any]: ...
 @overload
 def stream(
-    path: Paths, framework: Named, *, device: list[T], **more: Unpack[StreamArguments]
+    path: Paths, framework: Named = ..., *, device: list[T], **more: Unpack[StreamArguments]
 ) -> Stream[list[Any]]: ...
 def stream(
     path: PathOrBytes | Sequence[PathOrBytes],
-    framework: Framework | ModuleType,
+    framework: Framework | ModuleType = "numpy",
     *,
     device: object = None,
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
@@ -482,8 +483,8 @@ def plan(
     If shards are missing and no names are given, it is the plan for those that exist, and the notes
     name the others.
 
-    `framework` defaults to "numpy", with a mesh or with shardings other than dims to "jax". It
-    need not be installed for a plan onto the host without a mesh or shardings; a note says so.
+    The framework need not be installed for a plan onto the host without a mesh or shardings; a
+    note says so.
 
     Returns:
         The plan and this machine's route; prints well, and has `as_dict()`. Of several processes
@@ -495,7 +496,11 @@ def plan(
     how = started(options)
     sharded = mesh is not None or shardings is not None or shard is not None
     if framework is None:
-        framework = frameworks.ON_MESHES[0] if sharded and shard is None else "numpy"
+        framework = "numpy"
+        if sharded and shard is None:
+            from mfload import deprecated
+
+            framework = deprecated.jax("mfload.plan(path, mesh=…)", "mfload.plan(path, {}, mesh=…)")
     name = _check(framework, device, mesh, shardings, shard, unmatched)
     choose = partial(_choose, path, names, dtype, how, missing_ok=names is None)
     if sharded:
@@ -558,7 +563,7 @@ def restore(
     dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
     strict: bool = True,
     atomic: bool = False,
-    framework: Framework | ModuleType = "jax",
+    framework: Framework | ModuleType | None = None,
     unmatched: Literal["replicate", "error"] = "replicate",
     logical_axis_rules: Any = None,
     progress: bool | Callable[[int, int], None] = False,
@@ -601,7 +606,8 @@ def restore(
         strict: Whether every leaf must be filled and all that is stored be used. If False, what
             fits is restored and the other leaves stay as they are, which the report notes.
         atomic: As for `mfload.load_into`, for a module.
-        framework: Whose arrays come back if there is no target.
+        framework: Whose arrays come back if there is no target, as for `mfload.load`. Until the
+            next version the default is "jax", with a DeprecationWarning.
         unmatched: What becomes of arrays for which neither a rule nor the target gives a sharding:
             "replicate" or "error".
         logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes of the
@@ -639,6 +645,10 @@ def restore(
     for name, value in {"mapping": mapping, "logical_axis_rules": logical_axis_rules}.items():
         if value is not None:
             raise errors.UsageError(f"{name}= is for a target", expected="target=", found=value)
+    if framework is None:
+        from mfload import deprecated
+
+        framework = deprecated.jax("mfload.restore(path)", "mfload.restore(path, framework={})")
     if isinstance(names, Iterator):
         names = list(names)
     tree: list[Any] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from mfload import errors
 
@@ -22,6 +22,12 @@ MODES = ("auto", "write", "check", "never")
 def warn(old: str, new: str) -> None:
     """Warns of a spelling; points at the caller's line outside mfload."""
     errors.warn(f"{old} is deprecated; write {new}", DeprecationWarning)
+
+
+def jax(old: str, new: str) -> Literal["jax"]:
+    """The framework of a call that names none, whose default is going to be "numpy"."""
+    warn(old, new.format("'jax'"))
+    return "jax"
 
 
 def renewed(label: str, given: Mapping[str, Any]) -> dict[str, Any] | None:

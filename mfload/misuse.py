@@ -7,7 +7,6 @@ a bare TypeError. `runtime.explained` lets that happen, and only then asks what 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import itertools
 import re
@@ -113,16 +112,7 @@ def _by_position(
             yield f"{label}() is given {name} twice, by position and by name"
     for name in [*first[len(args) :], *named]:
         if name not in kwargs and name not in meant and parameters[name].default is _REQUIRED:
-            yield f"{label}() needs {name}{_choices(name)}"
-
-
-def _choices(name: str) -> str:
-    """What a missing argument may be."""
-    if name != "framework":
-        return ""
-    names = importlib.import_module("mfload.frameworks").NAMES
-    there = ", ".join(repr(each) for each in names if importlib.util.find_spec(each))
-    return f", the one whose arrays come back; installed here: {there}"
+            yield f"{label}() needs {name}"
 
 
 def _hint(name: str, value: str, free: Collection[str]) -> tuple[str, str]:

@@ -71,7 +71,9 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
             assert type(found.step) is int
             check(serialization.to_state_dict(found), wanted)
         case "free":
-            found = mfload.restore(path, mesh=mesh, shardings=RULES, names=r"^params\.")
+            found = mfload.restore(
+                path, framework="jax", mesh=mesh, shardings=RULES, names=r"^params\."
+            )
             assert found["params"]["Dense_0"]["kernel"].sharding.spec == RULES[0][1]
             check(found, {"params": wanted["params"]})
             report.processes = jax.process_count()
@@ -86,7 +88,8 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
             mfload.restore(path, target, mesh=mesh, shardings=RULES)
         case "gone" | "gone-free":
             path = directory / "nothing.msgpack" if rank == 1 else path
-            mfload.restore(path, target if how == "gone" else None, mesh=mesh, shardings=RULES)
+            given = {"target": target} if how == "gone" else {"framework": "jax"}
+            mfload.restore(path, **given, mesh=mesh, shardings=RULES)
         case _:
             raise AssertionError(case)
     return {"processes": report.processes}

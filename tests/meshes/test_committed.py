@@ -167,7 +167,7 @@ def test_restored_states(tmp_path: Path) -> None:
     data = {**state, "key": jax.random.key_data(state["key"])}
     path = tmp_path / "state.msgpack"
     path.write_bytes(serialization.to_bytes(data))
-    for made in (mfload.restore(path), mfload.restore(path, state)):
+    for made in (mfload.restore(path, framework="jax"), mfload.restore(path, state)):
         assert {made["w"].committed, made["key"].committed} == {False}
     assert jax.random.key_data(made["key"]).tolist() == data["key"].tolist()
     assert mfload.restore(path, state, mesh=MESH)["w"].sharding.device_set == set(jax.devices())

@@ -47,7 +47,7 @@ def test_orbax(ocdbt: bool, zarr3: bool, tmp_path: Path) -> None:
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(tmp_path / "orbax", args=ocp.args.PyTreeSave(state))
     mfload.convert(tmp_path / "orbax", tmp_path / "a.safetensors", max_shard_size="20KB")
-    found = mfload.restore(tmp_path / "a.safetensors.index.json")
+    found = mfload.restore(tmp_path / "a.safetensors.index.json", framework="jax")
     _assert_same(found, jax.device_get(state))
 
 
@@ -56,8 +56,8 @@ def test_msgpack(tmp_path: Path) -> None:
     path = tmp_path / "flax.msgpack"
     path.write_bytes(flax.serialization.to_bytes(jax.device_get(state)))
     mfload.convert(path, tmp_path / "a.safetensors")
-    found = mfload.restore(tmp_path / "a.safetensors")
-    _assert_same(found, mfload.restore(path))
+    found = mfload.restore(tmp_path / "a.safetensors", framework="jax")
+    _assert_same(found, mfload.restore(path, framework="jax"))
     _assert_same(
         flax.serialization.from_state_dict(jax.device_get(state), found), jax.device_get(state)
     )

@@ -174,7 +174,8 @@ CASES: dict[str, Case] = {
         lambda: mfload.restore(PATH, _tree(weight=(3,))), errors.MappingError,
         ("missing: dense.weight", "strict=False")),
     "restore of nothing": (
-        lambda: mfload.restore("modle.safetensors"), errors.SourceNotFoundError, (PATH,)),
+        lambda: mfload.restore("modle.safetensors", framework="jax"),
+        errors.SourceNotFoundError, (PATH,)),
     "save swapped": (
         lambda: mfload.save("new.safetensors", ARRAYS), errors.UsageError,  # type: ignore
         ("save(arrays, path)",)),

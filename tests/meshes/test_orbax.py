@@ -72,7 +72,7 @@ def test_integers_of_2_and_4_bits(tmp_path: Path, kind: str) -> None:
     for found in (
         mfload.load(tmp_path / "x", "jax"),
         mfload.load(tmp_path / "x", "jax", mesh=mesh, shardings={"int4": P("b", None)}),
-        mfload.restore(tmp_path / "x"),
+        mfload.restore(tmp_path / "x", framework="jax"),
         mfload.restore(
             tmp_path / "x", {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in saved.items()}
         ),

@@ -99,7 +99,7 @@ def test_a_model_and_its_tree() -> None:
     """An nnx module is published as it is saved: restored, and loaded into another one."""
     model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     with mfload.publish(model, model="m") as made:
-        tree = mfload.restore(made.url)
+        tree = mfload.restore(made.url, framework="jax")
         np.testing.assert_array_equal(tree["kernel"], model.kernel[...])
         other = mfload.load_into(nnx.Linear(8, 4, rngs=nnx.Rngs(1)), made.url)
     np.testing.assert_array_equal(other.kernel[...], model.kernel[...])

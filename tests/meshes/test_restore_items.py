@@ -115,11 +115,11 @@ def test_checkpointables(items: dict[str, Any]) -> None:
 
 
 def compare(path: Path, wanted: dict[str, Any]) -> None:
-    whole = mfload.restore(path)
+    whole = mfload.restore(path, framework="jax")
     assert_same(whole, wanted)
     assert_same(mfload.restore(path, blank(wanted)), wanted)
     mfload.convert(path, path / "x.safetensors")
-    assert_same(mfload.restore(path / "x.safetensors"), wanted)
+    assert_same(mfload.restore(path / "x.safetensors", framework="jax"), wanted)
     assert_same(mfload.restore(path / "x.safetensors", blank(wanted)), wanted)
 
 
@@ -192,8 +192,8 @@ def test_the_only_item_with_arrays(root: Path) -> None:
         note = "items that the target has no place for: config"
         assert (note in report.notes) == (step == 4)
     # Metrics are not one of several; what has a name beside `default` is.
-    assert mfload.restore(root, step=3).keys() == PARAMS.keys()
-    whole = mfload.restore(root)
+    assert mfload.restore(root, framework="jax", step=3).keys() == PARAMS.keys()
+    whole = mfload.restore(root, framework="jax")
     assert whole["config"] == {"rate": 0.5, "names": ["a", None]}
     assert_same(whole, mfload.restore(root, blank(whole)))
 
@@ -206,7 +206,7 @@ def test_the_name_of_a_single_item(tmp_path: Path, item: dict[str, Any]) -> None
     args = ocp.args.Composite(params=ocp.args.StandardSave(item))
     with orbax_savers.manager(tmp_path, enable_async_checkpointing=False) as manager:
         manager.save(1, args=args)
-    assert_same(mfload.restore(tmp_path), item)
+    assert_same(mfload.restore(tmp_path, framework="jax"), item)
     assert_same(mfload.restore(tmp_path, blank(item)), item)
     if "params" not in item:
         wanted = {"params": item}
@@ -221,7 +221,7 @@ def test_an_array_as_the_only_item(tmp_path: Path) -> None:
     with orbax_savers.manager(tmp_path, enable_async_checkpointing=False) as manager:
         manager.save(1, args=args)
         wanted = manager.restore(1, args=ocp.args.Composite(weights=ocp.args.ArrayRestore()))
-    assert_same(mfload.restore(tmp_path), wanted["weights"])
+    assert_same(mfload.restore(tmp_path, framework="jax"), wanted["weights"])
     assert_same(mfload.restore(tmp_path, jnp.zeros(3)), wanted["weights"])
     assert_same(mfload.restore(tmp_path, {"weights": jnp.zeros(3)}), dict(wanted))
 
@@ -233,7 +233,7 @@ def test_a_step_of_json_alone(tmp_path: Path) -> None:
         manager.save(1, args=args)
     for step in (None, 1):
         with pytest.raises(errors.CheckpointError, match="or holds no arrays"):
-            mfload.restore(tmp_path, step=step)
+            mfload.restore(tmp_path, framework="jax", step=step)
 
 
 @settings(max_examples=10)
@@ -264,11 +264,11 @@ def test_keys_that_are_called_like_an_item(tmp_path: Path) -> None:
         manager.save(1, args=ocp.args.Composite(**args))
     wanted = {"a": item, "config": {"n": 1}}
     assert_same(mfload.restore(tmp_path, blank(wanted)), wanted)
-    assert_same(mfload.restore(tmp_path), wanted)
+    assert_same(mfload.restore(tmp_path, framework="jax"), wanted)
 
 
 def test_arrays_and_random_keys_as_items(root: Path) -> None:
-    found = mfload.restore(root, step=2)
+    found = mfload.restore(root, framework="jax", step=2)
     assert found["seeds"].tolist() == [0, 1, 2, 3]
     assert (found["key"] == jax.random.key_data(jax.random.key(3))).all()
     target = {"params": PARAMS, "seeds": jnp.zeros(4), "key": jax.random.key(0)}
@@ -279,8 +279,11 @@ def test_arrays_and_random_keys_as_items(root: Path) -> None:
 
 HOWS: list[Any] = [
     {"framework": "numpy"},
-    {"dtype": "bfloat16"},
-    {"mesh": jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))},
+    {"framework": "jax", "dtype": "bfloat16"},
+    {
+        "framework": "jax",
+        "mesh": jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,)),
+    },
 ]
 
 
@@ -303,7 +306,7 @@ def test_scalars(tree: Any, kind: str) -> None:
                 wanted = checkpointer.restore(place)
         mfload.convert(place, Path(path, "x.safetensors"))
         for where in (place, Path(path, "x.safetensors")):
-            assert_same(mfload.restore(where), wanted)
+            assert_same(mfload.restore(where, framework="jax"), wanted)
             for how in HOWS:
                 found = jax.tree.leaves(mfload.restore(where, **how))
                 plain = [each for each in jax.tree.leaves(wanted) if not hasattr(each, "dtype")]
@@ -312,9 +315,9 @@ def test_scalars(tree: Any, kind: str) -> None:
 
 def test_scalars_of_a_part(tmp_path: Path) -> None:
     orbax_savers.save("pytree", tmp_path / "x", {"a": {"n": 3, "w": jnp.ones(2)}, "b": 0.5})
-    assert mfload.restore(tmp_path / "x", names=r"\.n") == {"a": {"n": 3}}
+    assert mfload.restore(tmp_path / "x", framework="jax", names=r"\.n") == {"a": {"n": 3}}
     mfload.convert(tmp_path / "x", tmp_path / "x.safetensors", names="[nb]$")
-    assert mfload.restore(tmp_path / "x.safetensors") == {"a": {"n": 3}, "b": 0.5}
+    assert mfload.restore(tmp_path / "x.safetensors", framework="jax") == {"a": {"n": 3}, "b": 0.5}
     # With a target, its leaves say what becomes of them.
     target = {"a": {"n": jnp.int32(0), "w": jnp.ones(2)}, "b": 0.0}
     found = mfload.restore(tmp_path / "x", target)

@@ -67,7 +67,7 @@ def test_the_saved_topology_has_no_say(tmp_path: Path) -> None:
     orbax_savers.save("standard", tmp_path / "x", on_mesh(state, 8))
     for found in (
         mfload.restore(tmp_path / "x", jax.eval_shape(linen_state)),
-        mfload.restore(tmp_path / "x"),
+        mfload.restore(tmp_path / "x", framework="jax"),
     ):
         for leaf in jax.tree.leaves(found):
             assert leaf.devices() == {jax.devices()[0]}
@@ -82,7 +82,7 @@ def test_the_next_step_is_the_uninterrupted_runs(tmp_path: Path, saver: str) -> 
     assert_same(found, state)
     shapes = mfload.restore(tmp_path / "x", jax.eval_shape(linen_state))  # The step was a number.
     assert_same(shapes, state.replace(step=jnp.int32(3)))
-    assert int(mfload.restore(tmp_path / "x")["step"]) == 3
+    assert int(mfload.restore(tmp_path / "x", framework="jax")["step"]) == 3
     for number in range(3, 6):
         found, state = linen_step(found, number), linen_step(state, number)
     assert_same(found, state)
@@ -119,7 +119,7 @@ def test_names_that_are_like_those_of_files(tmp_path: Path, saver: str) -> None:
         path = tmp_path / str(number)
         orbax_savers.save(saver, path, tree)
         assert_same(mfload.restore(path, jax.tree.map(jnp.zeros_like, tree)), tree)
-        assert_same(mfload.restore(path), tree)
+        assert_same(mfload.restore(path, framework="jax"), tree)
 
 
 def test_numbers_lists_and_empty_nodes(tmp_path: Path) -> None:
@@ -337,15 +337,16 @@ def test_unfinished_checkpoints(tmp_path: Path, with_target: bool) -> None:
     root = tmp_path / "run"
     half = root / "3.orbax-checkpoint-tmp"
     shutil.copytree(root / "2", half)
-    assert mfload.restore(root, target, names="step")  # The unfinished one is passed over.
+    # The unfinished one is passed over.
+    assert mfload.restore(root, target, names="step", framework="jax")
     with pytest.raises(errors.CheckpointError, match="not finished") as caught:
-        mfload.restore(half, target)
+        mfload.restore(half, target, framework="jax")
     assert str(half) in str(caught.value)
     with pytest.raises(errors.CheckpointError, match="not finished"):
-        mfload.restore(root, target, step=3)
+        mfload.restore(root, target, step=3, framework="jax")
     (root / "2" / "default" / "_METADATA").unlink()
     with pytest.raises(errors.CheckpointError, match="_METADATA"):
-        mfload.restore(root / "2", target)
+        mfload.restore(root / "2", target, framework="jax")
 
 
 def test_a_missing_chunk_is_told(tmp_path: Path) -> None:

@@ -142,4 +142,4 @@ def test_what_is_no_step(tmp_path: Path) -> None:
     with pytest.raises(errors.UsageError, match="prefix is invalid"):
         found(tmp_path / "run", prefix=3)
     with pytest.raises(errors.UsageError, match="prefix= is for a directory"):
-        mfload.restore(tmp_path / "x.safetensors", prefix="a")
+        mfload.restore(tmp_path / "x.safetensors", framework="jax", prefix="a")

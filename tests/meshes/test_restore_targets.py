@@ -191,7 +191,10 @@ def test_the_target_decides(saved: Any) -> None:
 
 
 def test_without_a_word_on_the_default_device(saved: Any) -> None:
-    for found in (mfload.restore(saved[1], linen_state(seed=1)), mfload.restore(saved[1])):
+    for found in (
+        mfload.restore(saved[1], linen_state(seed=1)),
+        mfload.restore(saved[1], framework="jax"),
+    ):
         for leaf in jax.tree.leaves(found):
             assert isinstance(leaf, int) or leaf.devices() == {jax.devices()[0]}
 
@@ -275,7 +278,7 @@ def test_the_saved_tree_comes_back() -> None:
         "5": np.float32(2),
     }
     raw = serialization.msgpack_serialize(tree)
-    found = mfload.restore(raw)
+    found = mfload.restore(raw, framework="jax")
     assert isinstance(found["a"]["b"], jax.Array)
     assert_same(found, tree)
     assert (found["e"], found["l"], found["s"], found["n"]) == ({}, [], "text", 7)
@@ -310,7 +313,7 @@ def test_names_with_very_many_dots(tmp_path: Path) -> None:
 
 def test_on_a_mesh_without_a_target(saved: Any) -> None:
     mesh = jax.make_mesh((8,), ("x",))
-    found = mfload.restore(saved[1], mesh=mesh, shardings=[("kernel", jax.P("x"))])
+    found = mfload.restore(saved[1], framework="jax", mesh=mesh, shardings=[("kernel", jax.P("x"))])
     assert found["params"]["Dense_0"]["kernel"].sharding.spec == jax.P("x")
     assert found["step"] == 3
 
@@ -352,9 +355,9 @@ def test_all_that_is_wrong_is_told_at_once(saved: Any) -> None:
 def test_invalid_calls(saved: Any, tmp_path: Path) -> None:
     raw = saved[1]
     with pytest.raises(errors.UsageError, match="mapping= is for a target"):
-        mfload.restore(raw, mapping={"a": "b"})
+        mfload.restore(raw, framework="jax", mapping={"a": "b"})
     with pytest.raises(errors.UsageError, match="step="):
-        mfload.restore(raw, step=3)
+        mfload.restore(raw, framework="jax", step=3)
     with pytest.raises(errors.UsageError, match="arguments are swapped"):
         mfload.restore({"w": jnp.ones(2)}, "x.msgpack")  # type: ignore[arg-type]
     with pytest.raises(errors.UsageError):
@@ -399,11 +402,11 @@ def test_steps_of_the_older_files(tmp_path: Path) -> None:
     target = {"w": jnp.zeros(3)}
     assert_same(mfload.restore(tmp_path, target), {"w": jnp.full(3, 10.0)})
     assert_same(mfload.restore(tmp_path, target, step=9), {"w": jnp.full(3, 9.0)})
-    assert_same(mfload.restore(tmp_path, step=2), {"w": jnp.full(3, 2.0)})
+    assert_same(mfload.restore(tmp_path, framework="jax", step=2), {"w": jnp.full(3, 2.0)})
     with pytest.raises(errors.SourceNotFoundError, match=r"no step 7.*2, 9, 10"):
-        mfload.restore(tmp_path, step=7)
+        mfload.restore(tmp_path, framework="jax", step=7)
     with pytest.raises(errors.UsageError, match="step"):
-        mfload.restore(tmp_path, step="7")  # type: ignore[arg-type]
+        mfload.restore(tmp_path, framework="jax", step="7")  # type: ignore[arg-type]
 
 
 class TestSomeOfTheShards:

@@ -85,7 +85,7 @@ def test_a_train_state(tmp_path: Path) -> None:
     _assert_same(found, state)
     grads = jax.tree.map(jnp.ones_like, state.params)
     _assert_same(found.apply_gradients(grads=grads), state.apply_gradients(grads=grads))
-    plain = mfload.restore(tmp_path / "a.safetensors")
+    plain = mfload.restore(tmp_path / "a.safetensors", framework="jax")
     assert plain["step"] == 3
     assert set(plain["opt_state"][1][0]) == {"count", "mu", "nu"}
 
@@ -119,7 +119,7 @@ def test_nnx(what: str, tmp_path: Path) -> None:
     if what == "module":
         assert "embed.embedding" in names
         assert "tied.embedding" not in names
-        plain = mfload.restore(tmp_path / "a.safetensors")
+        plain = mfload.restore(tmp_path / "a.safetensors", framework="jax")
         assert (plain["tied"]["embedding"] == plain["embed"]["embedding"]).all()
         assert isinstance(plain["layers"], dict | list)
 
@@ -137,7 +137,7 @@ def test_boxes_and_keys_and_meshes(tmp_path: Path) -> None:
     mfload.save(state, tmp_path / "a.safetensors")
     target = jax.tree.map(lambda x: x, state) | {"key": jax.random.key(0)}
     _assert_same(mfload.restore(tmp_path / "a.safetensors", target), state)
-    data = mfload.restore(tmp_path / "a.safetensors")["key"]
+    data = mfload.restore(tmp_path / "a.safetensors", framework="jax")["key"]
     assert (jax.random.wrap_key_data(data) == jax.random.key(3)).all()
 
 

@@ -274,7 +274,7 @@ def test_what_is_read_over_is_said(tmp_path: Path) -> None:
     report = mfload.Report()
     loaded = _load(path, names=["a", "c"], report=report, **options)
     assert len(loaded) == 2
-    preview = mfload.plan(path, names=["a", "c"], **as_options(options))
+    preview = mfload.plan(path, "jax", names=["a", "c"], **as_options(options))
     assert preview.over_read_bytes == report.over_read_bytes == 64
 
 
@@ -333,7 +333,7 @@ def test_the_mesh_that_is_set_counts_where_shardings_name_no_devices(tmp_path: P
             array = call(path, shardings=P("x", "y"), **options)["w"]
             assert array.sharding == NamedSharding(mesh, P("x", "y"))
             assert call(path, shardings={"w": other}, **options)["w"].sharding == other
-        assert mfload.plan(path, shardings=P("x")).read_bytes == whole.nbytes
+        assert mfload.plan(path, "jax", shardings=P("x")).read_bytes == whole.nbytes
         # Without shardings nothing was asked for.
         assert len(mfload.load(path, framework="jax")["w"].devices()) == 1
 

@@ -63,7 +63,7 @@ def test_replicas_in_the_frameworks_memory_are_read_once(path: Path) -> None:
     loaded = mfload.load(path, framework="jax", report=report, **as_options(options))
     nbytes = sum(array.nbytes for array in MODEL.values())
     assert (report.read_bytes, report.result_bytes) == (nbytes, 8 * nbytes)
-    assert mfload.plan(path, **as_options(options)).as_dict()["read_bytes"] == nbytes
+    assert mfload.plan(path, "jax", **as_options(options)).as_dict()["read_bytes"] == nbytes
     for array in loaded.values():
         assert len(set(shards.pointers(array).values())) == 8
 
@@ -115,7 +115,7 @@ def test_a_tensor_larger_than_the_cap(tmp_path: Path, spec: P, engine: Any, allo
         "max_host_overhead": cap,
         "threads": 2,
     }
-    preview = mfload.plan(path, **as_options(options))
+    preview = mfload.plan(path, "jax", **as_options(options))
     buffers.peak_bytes(reset=True)
     loaded = mfload.load(path, framework="jax", **as_options(options))
     held = 0 if allocator == "framework" else whole.nbytes
@@ -143,14 +143,14 @@ def test_parts_of_a_tensor_share_a_wave_where_they_fit(tmp_path: Path) -> None:
     )
     assert (
         report.read_bytes
-        == mfload.plan(path, **as_options({"threads": 1, **options})).read_bytes
+        == mfload.plan(path, "jax", **as_options({"threads": 1, **options})).read_bytes
         == 9 << 19
     )
     for name, array in mfload.load(path, framework="jax").items():
         assert samples.same(np.asarray(loaded[name]), np.asarray(array))
     # Larger than the overhead, it can't be had so, and that is said.
     options["max_host_overhead"] = 1 << 20
-    preview = mfload.plan(path, **as_options({"threads": 1, **options}))
+    preview = mfload.plan(path, "jax", **as_options({"threads": 1, **options}))
     assert preview.read_bytes > 9 << 19
     assert any("read once a batch" in note and "3 tensors" in note for note in preview.notes)
 
@@ -166,7 +166,7 @@ def test_what_has_to_be_copied_comes_in_batches(tmp_path: Path) -> None:
     options: dict[str, Any] = {
         "mesh": mesh, "shardings": P("x", "y"), "max_host_overhead": 1 << 20, "threads": 1,
     }  # fmt: skip
-    preview = mfload.plan(path, **as_options(options))
+    preview = mfload.plan(path, "jax", **as_options(options))
     report = mfload.Report()
     loaded = mfload.load(path, framework="jax", report=report, **as_options(options))
     assert any("batches" in note for note in report.notes)

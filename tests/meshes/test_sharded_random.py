@@ -122,7 +122,7 @@ def test_every_shard_is_its_slice(
                     expected[name] = arrays[name].astype(wanted)
     with tempfile.TemporaryDirectory() as folder, small_blocks(block, gap):
         path = samples.save(Path(folder) / "a.safetensors", arrays)
-        preview = mfload.plan(path, **as_options(options))
+        preview = mfload.plan(path, "jax", **as_options(options))
         report = mfload.Report()
         with counted() as counts:
             buffers.peak_bytes(reset=True)

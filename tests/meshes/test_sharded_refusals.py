@@ -37,7 +37,7 @@ def _calls(path: Path, **options: Any) -> list[Any]:
     named = {name: value for name, value in options.items() if name not in ("exchange", "device")}
     return [
         lambda: mfload.load(path, framework="jax", **as_options(options)),
-        lambda: mfload.plan(path, **as_options(options)),
+        lambda: mfload.plan(path, "jax", **as_options(options)),
         *([lambda: mfload.abstract(path, **as_options(named))] if named == options else []),
     ]
 
@@ -158,7 +158,7 @@ def test_rules_without_a_tensor_warn(path: Path) -> None:
                 call()
             assert [each.filename for each in told] == [__file__]
     with pytest.warns(UserWarning, match="regexes go in a list of pairs"):
-        mfload.plan(path, mesh=mesh, shardings={"^w": P("x"), "w": P("x")})
+        mfload.plan(path, "jax", mesh=mesh, shardings={"^w": P("x"), "w": P("x")})
     for alone in ([("q_proj", P("x"))], {"^w": P("x")}):
         for call in _calls(path, mesh=mesh, shardings=alone):
             with pytest.raises(errors.TensorNotFoundError, match="match no tensor"):
@@ -167,7 +167,7 @@ def test_rules_without_a_tensor_warn(path: Path) -> None:
 
 def test_a_name_that_is_not_loaded_is_no_mistake(path: Path, recwarn: Any) -> None:
     rules = {"w": P("x"), "b": P("x")}
-    mfload.plan(path, mesh=shards.mesh((2,)), shardings=rules, names=["w"])
+    mfload.plan(path, "jax", mesh=shards.mesh((2,)), shardings=rules, names=["w"])
     assert not recwarn.list
 
 

@@ -572,7 +572,7 @@ class TestReadersAndForks:
             lambda: mfload.load([file, url], "numpy"),
             lambda: list(mfload.stream(url, "numpy")),
             lambda: mfload.open(url),
-            lambda: mfload.restore(url),
+            lambda: mfload.restore(url, framework="jax"),
             lambda: mfload.verify(url),
             lambda: mfload.diff(file, url),
             lambda: mfload.convert(url, tmp_path / "y.safetensors"),

@@ -129,7 +129,7 @@ def into_a_model(mesh: Mesh, arrays: dict[str, jax.Array], anything: Any) -> Non
     rule = {r"a": mfload.rule("b", transpose=(1, 0))}
     target = {"dense": {"kernel": jax.ShapeDtypeStruct((64, 64), np.float32)}}
     assert_type(mfload.load_into(target, "model/", mapping=rule), dict[str, Any])
-    assert_type(mfload.restore("model/"), Any)
+    assert_type(mfload.restore("model/", framework="jax"), Any)
     assert_type(mfload.restore("run", step=3, framework="torch"), Any)
     assert_type(mfload.restore("run", target, mesh=mesh, dtype="stored"), dict[str, Any])
     assert_type(mfload.restore("run", linear), torch.nn.Linear)
