@@ -99,7 +99,6 @@ if TYPE_CHECKING:
 
         step: float | None
         prefix: str | None
-        names: Names
         framework: Named
 
     class SaveArguments(TypedDict, total=False):
@@ -568,6 +567,8 @@ def restore(
     logical_axis_rules: Any = None,
     progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
     options: Options | None = None,
 ) -> Any:
     r"""Restores a model or a train state from a checkpoint, on the devices of the target.
@@ -614,6 +615,8 @@ def restore(
             target that name logical axes.
         progress: As for `mfload.load`.
         report: As for `mfload.load`; notes what was left as it was.
+        fallback: As for `mfload.load`.
+        prefer: As for `mfload.load`.
         options: As for `mfload.load`.
 
     Returns:
@@ -636,6 +639,18 @@ def restore(
     from mfload.formats import steps
     from mfload.trees import load_into as filling, nested
 
+    if isinstance(names, Iterator):
+        names = list(names)
+    if fallback is not None:
+        from mfload.loading import attempts
+
+        given: dict[str, Any] = {"target": target, "mesh": mesh, "shardings": shardings}
+        given |= {"mapping": mapping, "step": step, "prefix": prefix, "names": names}
+        given |= {"dtype": dtype, "strict": strict, "atomic": atomic, "framework": framework}
+        given |= {"unmatched": unmatched, "logical_axis_rules": logical_axis_rules}
+        call = partial(restore, **given, progress=progress, report=report)
+        whole = names is None and mapping is None
+        return attempts.run(call, path, fallback, prefer, options, report, whole=whole)
     locate = partial(steps.locate, step=step, prefix=prefix)
     if target is not None:
         placed = mesh, shardings, unmatched, logical_axis_rules
@@ -649,8 +664,6 @@ def restore(
         from mfload import deprecated
 
         framework = deprecated.jax("mfload.restore(path)", "mfload.restore(path, framework={})")
-    if isinstance(names, Iterator):
-        names = list(names)
     tree: list[Any] = []
     opening = discovery.Opening(
         path, locate, lambda index: tree.append(nested.tree_of(index, names))

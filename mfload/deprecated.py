@@ -6,6 +6,7 @@ so calls in the new spelling pass nothing of this.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -36,8 +37,7 @@ def renewed(label: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _publish(given: dict[str, Any]) -> dict[str, Any] | None:
-    from mfload.options import PeerOptions
-
+    PeerOptions = importlib.import_module("mfload.options").PeerOptions  # It is above `runtime`.
     if not (old := {name: given.pop(name) for name in _PEER if name in given}):
         return None
     names = ", ".join(f"{name}=…" for name in old)

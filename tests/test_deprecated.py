@@ -54,23 +54,7 @@ CALLS: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "mfload.verify(checksums='write', algorithm='xxh3')",
         "mfload.verify(mode='write', checksums='xxh3')",
     ),
-    "plan on a mesh": (
-        lambda path: mfload.plan(path, shardings=None, mesh=_mesh()),
-        "mfload.plan(path, mesh=…)",
-        "mfload.plan(path, 'jax', mesh=…)",
-    ),
-    "restore without a target": (
-        lambda path: mfload.restore(path)["x"].devices(),
-        "mfload.restore(path)",
-        "mfload.restore(path, framework='jax')",
-    ),
 }
-
-
-def _mesh() -> Any:
-    import jax
-
-    return jax.sharding.Mesh(jax.devices()[:1], ("x",))
 
 
 @pytest.fixture

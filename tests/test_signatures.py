@@ -33,6 +33,15 @@ def test_the_framework_is_numpy_by_default() -> None:
     assert {each for call, each in defaults.items() if each is not None} == {"numpy"}
 
 
+def test_calls_that_could_take_an_argument_take_it() -> None:
+    loads = {"load", "load_into", "restore"}
+    assert set(_taking("fallback")) == set(_taking("prefer")) == loads
+    assert set(_taking("report")) == loads | {"stream"}
+    assert set(_taking("names")) == loads | {"abstract", "convert", "diff", "plan", "stream"}
+    moves = loads | {"align", "convert", "diff", "save", "stream", "verify"}
+    assert set(_taking("progress")) == moves
+
+
 @pytest.mark.parametrize(
     "name", sorted({name for each in CALLS.values() for name in inspect.signature(each).parameters})
 )

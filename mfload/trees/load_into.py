@@ -9,7 +9,7 @@ import functools
 import importlib
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from mfload import errors, frameworks, sources as places
@@ -19,7 +19,7 @@ from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading import attempts
 from mfload.loading.session import let_go
 from mfload.options import Options
-from mfload.planning.selection import Regex
+from mfload.planning.selection import Names, Regex
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
@@ -46,24 +46,21 @@ if TYPE_CHECKING:
         shardings: Any
         unmatched: Unmatched
         logical_axis_rules: Any
+        names: Names
         dtype: DTypeLike
         strict: bool
         atomic: bool
         progress: Progress
         report: Report | None
-        options: Options | None
-
-    class FillArguments(IntoArguments, total=False):
-        """Those of `load_into` alone."""
-
         fallback: Paths | None
         prefer: Prefer
+        options: Options | None
 
 
 @overload
-def load_into(target: Structs, path: Paths, **more: Unpack[FillArguments]) -> dict[str, Any]: ...
+def load_into(target: Structs, path: Paths, **more: Unpack[IntoArguments]) -> dict[str, Any]: ...
 @overload
-def load_into(target: T, path: Paths, **more: Unpack[FillArguments]) -> T: ...
+def load_into(target: T, path: Paths, **more: Unpack[IntoArguments]) -> T: ...
 def load_into(
     target: Any,
     path: PathOrBytes | Sequence[PathOrBytes],
@@ -73,6 +70,7 @@ def load_into(
     shardings: Any = None,
     unmatched: Literal["replicate", "error"] = "replicate",
     logical_axis_rules: Any = None,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
     dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
     strict: bool = True,
     atomic: bool = False,
@@ -123,6 +121,9 @@ def load_into(
             sharding: "replicate" or "error".
         logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
             name logical axes.
+        names: Which tensors are loaded, by their names in the checkpoint, as for `mfload.load`.
+            What the others would fill stays as it is. Refused for modules of PyTorch with load
+            hooks.
         dtype: "target" (what each leaf holds), "stored", or as for `mfload.load`, for names of
             the target; leaves that no entry matches get what they hold. What a module holds in
             memory keeps its dtype, and another is refused.
@@ -153,12 +154,13 @@ def load_into(
             `mfload_torn` of the module names what may hold old or new values, until it is loaded.
     """
     placed = mesh, shardings, unmatched, logical_axis_rules
-    call = functools.partial(
-        fill, target, Wishes(mapping, *placed, dtype, strict, progress, report, atomic=atomic)
-    )
+    names = list(names) if isinstance(names, Iterator) else names
+    asked = Wishes(mapping, *placed, dtype, strict, progress, report, names, atomic)
+    call = functools.partial(fill, target, asked)
     if not attempts.needed(fallback, options):
         return call(path, options=options)
-    return attempts.run(call, path, fallback, prefer, options, report, whole=mapping is None)
+    whole = mapping is None and names is None
+    return attempts.run(call, path, fallback, prefer, options, report, whole=whole)
 
 
 def fill(
@@ -171,7 +173,7 @@ def fill(
 ) -> Any:
     """`load_into`; with `whole`, `mfload.restore` with a target.
 
-    Then nothing of the target may stay as it is but what `names` does not ask for, plain numbers
+    Then nothing of the target may stay as it is but what `names` does not ask for; plain numbers
     and PRNG keys are loaded too, and names match in the ways that Flax and Orbax write them.
     """
     if (framework := outline.framework_of(target)) is not None:
@@ -245,7 +247,7 @@ def _values(
     index, sources = checkpoint.read_every(path, how)
     read = time.perf_counter()
     done.add_stage("headers", start, read)
-    state = PlainNumbers(index, leaves)
+    state = PlainNumbers(index, leaves, asked.names)
     if whole:
         state = SavedState(index, leaves, asked.names, mapped=asked.mapping is not None)
     index, leaves, notes = state.index, state.leaves, state.notes

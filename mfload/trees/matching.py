@@ -160,6 +160,11 @@ def match(
     return Matched(recipes, tuple(notes), tuple(plain), stray)
 
 
+def picked(index: Index, names: Names) -> frozenset[str] | None:
+    """Names of the tensors that `names=` asks for; None for all."""
+    return None if names is None else frozenset(selection.select(index, names).names)
+
+
 def read_dtype(dtype: Any) -> selection.Rules | dtypes.DType | None:
     """What `dtype=` asks for: no rules for "target", None for "stored"."""
     if isinstance(dtype, str) and dtype in ("target", "stored"):

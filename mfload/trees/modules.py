@@ -299,7 +299,7 @@ def load_into(
 
 
 def _check(module: Module, asked: Wishes) -> None:
-    for name in ("mesh", "shardings", "unmatched", "logical_axis_rules", "names"):
+    for name in ("mesh", "shardings", "unmatched", "logical_axis_rules"):
         value = getattr(asked, name)
         if value is not None and (name, value) != ("unmatched", "replicate"):
             raise errors.UsageError(
@@ -308,8 +308,9 @@ def _check(module: Module, asked: Wishes) -> None:
                 found=f"{name}={value!r}",
             )
     asked.check_bools()
-    if asked.atomic and module.judged:
-        what, expected = "atomic=True does not work for modules with load hooks", "atomic=False"
+    if module.judged and (asked.atomic or asked.names is not None):
+        given, without = ("atomic=True", "atomic=False") if asked.atomic else ("names=", "no names=")
+        what, expected = f"{given} does not work for modules with load hooks", without
         parts = brief([prefix.removesuffix(".") or "the module" for prefix in module.judged])
         raise errors.UsageError(what, expected=expected, found=parts)
 
@@ -371,6 +372,7 @@ class _Filling:
             dtype=asked.dtype,
             arrays={name for name, form in forms if form.how != "bytes"},
             fits=self._fit,
+            picked=matching.picked(index, asked.names),
             judged=self._module.judged,
         )
         if self._group is not None:

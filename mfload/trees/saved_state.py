@@ -18,11 +18,10 @@ from mfload import dtypes, errors
 from mfload.formats import structure
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
 from mfload.load_options import LoadOptions
-from mfload.planning import selection
 from mfload.planning.selection import Names
 from mfload.sources.base import Source
 from mfload.stored import Stored
-from mfload.trees import nested
+from mfload.trees import matching, nested
 from mfload.trees.recipe import Leaf, MisfitError, Recipe
 
 _VALUE = "value"
@@ -48,16 +47,18 @@ class PlainNumbers:
         leaves: Those of the target.
         index: The checkpoint's.
         notes: What the target has no place for.
+        picked: Names of the tensors that `names=` asks for; None for all.
     """
 
-    def __init__(self, index: Index, leaves: Sequence[Leaf]) -> None:
+    def __init__(self, index: Index, leaves: Sequence[Leaf], names: Names = None) -> None:
         self.index, self.leaves = index, leaves
+        self.picked = matching.picked(index, names)
         self.notes: list[str] = []
         self._values: dict[str, Any] = {}  # Of the checkpoint's tree, by name.
 
     def matching(self) -> dict[str, Any]:
         """Arguments of `matching.match`."""
-        return {"fits": self.fits}
+        return {"fits": self.fits, "picked": self.picked}
 
     def fits(self, leaf: Leaf, recipe: Recipe) -> None:
         """Raises MisfitError if a plain number of the target can't be what is stored."""
@@ -103,7 +104,6 @@ class SavedState(PlainNumbers):
     Attributes:
         leaves: Those of the target, all of which are wanted; keys have the shape of their data.
         index: The checkpoint's, with the plain numbers of its tree as tensors.
-        picked: Names of the tensors that `names=` asks for; None for all.
     """
 
     def __init__(
@@ -124,8 +124,7 @@ class SavedState(PlainNumbers):
         # Of tensors in the tree, by name; not what `mapping=` gives.
         self._paths: dict[str, str] = {}
         self.index = self._with_numbers(index, mapped)
-        picked = None if names is None else selection.select(self.index, names)
-        self.picked = None if picked is None else frozenset(picked.names)
+        self.picked = matching.picked(self.index, names)
 
     def resolve(self, name: str) -> str:
         """The leaf's name for one that a file has; the same if there is no such leaf."""
@@ -134,7 +133,7 @@ class SavedState(PlainNumbers):
 
     def matching(self) -> dict[str, Any]:
         """Arguments of `matching.match`."""
-        given = {"fits": self.fits, "resolve": self.resolve, "picked": self.picked}
+        given = {**PlainNumbers.matching(self), "resolve": self.resolve}
         return {**given, "remedy": _REMEDY, "file": self.index.files[0]}
 
     def _with_numbers(self, index: Index, mapped: bool) -> Index:

@@ -734,8 +734,6 @@ def test_restore_fills_a_module_in_place(tmp_path: Path) -> None:
     safetensors.torch.save_file({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, path)
     assert mfload.restore(path, module) is module
     assert module.weight.sum() == 6
-    with pytest.raises(errors.UsageError, match="names="):
-        mfload.restore(path, module, names="w")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -830,3 +828,12 @@ def test_shards_that_nothing_is_taken_from_may_be_missing(tmp_path: Path) -> Non
         with pytest.raises(errors.ShardNotFoundError, match="shards are missing") as caught:
             mfload.load_into(module, tmp_path, strict=strict)
         assert caught.value.tensor == "1.weight"
+
+
+def test_names_leave_the_rest_as_it_is(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    before = module.bias.detach().clone()
+    mfload.save({"weight": np.ones((2, 2), "f4"), "bias": np.ones(2, "f4")}, tmp_path / "a")
+    mfload.load_into(module, tmp_path / "a", names=iter(["weight"]))
+    assert module.weight.sum().item() == 4
+    assert torch.equal(module.bias, before)
