@@ -34,6 +34,7 @@ from benchmarks import (
     tables,
     timings,
 )
+from benchmarks.ondemand_costs import BudgetCost, OndemandPlan, plan
 from benchmarks.replay import belady, replay
 from benchmarks.results import MIB, Results
 from benchmarks.run import Run
@@ -41,7 +42,7 @@ from benchmarks.runner import Sample
 from benchmarks.subject import whole
 from benchmarks.targets import Target
 from mfload.bench import machine, random_reads
-from mfload.ondemand import BudgetCost, OndemandPlan, plan, policies
+from mfload.ondemand import policies
 
 CASES = ("curve", "policies", "experts", "layers")
 LABELS = {

@@ -112,7 +112,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "options": (lambda: mfload.Options("mmap"), "nothing by position, and the rest by name, such"),
     "peer": (lambda: mfload.PeerOptions(tokenfile="x"), "did you mean token_file=?"),
     "ondemand": (lambda: mfload.ondemand.LayerStream("m", bugdet=1), "did you mean budget=?"),
-    "ondemand plan": (lambda: mfload.ondemand.plan("m"), "mfload.ondemand.plan() needs budget ["),
 }  # fmt: skip
 
 

@@ -153,7 +153,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 }
 """Public calls that read data, each as one that reads a slow source."""
 
-HEADERS = {"abstract", "plan", "ondemand.plan"}  # These read headers only.
+HEADERS = {"abstract", "plan"}  # These read headers only.
 # They want other checkpoints, or JAX, and so a process of its own.
 ELSEWHERE = {"NeuronCache", "bundle", "unbundle", "load_into", "restore"}
 

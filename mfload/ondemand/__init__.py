@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload.ondemand.bundles import Bundled, Unbundled, bundle, unbundle
-    from mfload.ondemand.costs import BudgetCost, OndemandPlan, plan
-    from mfload.ondemand.curve import Curve
     from mfload.ondemand.experts import ExpertCache
     from mfload.ondemand.layers import LayerStream
     from mfload.ondemand.neurons import NeuronCache
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "bundles": "Bundled Unbundled bundle unbundle",
-    "costs": "BudgetCost OndemandPlan plan",
-    "curve": "Curve",
     "experts": "ExpertCache",
     "layers": "LayerStream",
     "neurons": "NeuronCache",
@@ -38,9 +34,8 @@ _WHERE = {
 }
 
 __all__ = [
-    "BudgetCost", "Bundled", "Curve", "ExpertCache", "LayerStream", "NeuronCache", "OndemandPlan",
-    "OndemandReport", "Predictor", "Unbundled", "bundle", "load_predictors", "plan",
-    "save_predictors", "train_predictor", "unbundle",
+    "Bundled", "ExpertCache", "LayerStream", "NeuronCache", "OndemandReport", "Predictor",
+    "Unbundled", "bundle", "load_predictors", "save_predictors", "train_predictor", "unbundle",
 ]  # fmt: skip
 
 

@@ -74,7 +74,6 @@ CALLS: dict[str, Callable[[Any], Any]] = {
         of("plain"), "again", up=r"layers\.(\d+)\.fc1", down=r"layers\.(\d+)\.fc2"
     ),
     "ondemand.unbundle": lambda of: ondemand.unbundle(of("bundled"), "back"),
-    "ondemand.plan": lambda of: ondemand.plan(of("experts"), budget="1MiB"),
     "ondemand.load_predictors": lambda of: ondemand.load_predictors(of("w.safetensors")),
 }
 OF_JAX = {

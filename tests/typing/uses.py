@@ -175,4 +175,3 @@ def larger_than_memory() -> None:
             print(layer, list(arrays))
     mfload.ondemand.LayerStream("model/", framework="jaxx")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     mfload.ondemand.ExpertCache("model/", budget=1 << 30, framework="torch", policy="lfu")
-    mfload.ondemand.plan("model/", budget="2GiB")

@@ -14,15 +14,18 @@ import numpy as np
 import pytest
 import samples
 from hypothesis import HealthCheck, given, settings, strategies as st
-from test_curve import points
+from test_ondemand_curve import points
 
 import mfload
+from benchmarks import ondemand_costs as costs, ondemand_rehearsal as rehearsal
+from benchmarks.ondemand_costs import plan
+from benchmarks.ondemand_curve import Curve
 from benchmarks.replay import belady
 from mfload import errors
 from mfload.bench import machine, random_reads
 from mfload.io import buffers
 from mfload.io.gather import open_gather
-from mfload.ondemand import Curve, ExpertCache, LayerStream, NeuronCache, costs, plan, rehearsal
+from mfload.ondemand import ExpertCache, LayerStream, NeuronCache
 from mfload.ondemand.background import Background, Work
 from mfload.ondemand.store import Store
 

@@ -7,16 +7,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.ondemand_curve import Curve
+from benchmarks.ondemand_rehearsal import Optimum, Rehearsal
 from mfload import errors
 from mfload.formats import checkpoint
 from mfload.ondemand import bundles, experts, layers, neurons
-from mfload.ondemand.curve import Curve
-from mfload.ondemand.rehearsal import Optimum, Rehearsal
 from mfload.options import byte_count
 from mfload.report import Printable, human
-from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.ondemand.policies import Lru, Policy
@@ -61,7 +60,7 @@ class BudgetCost(NamedTuple):
 
 @dataclass(frozen=True)
 class OndemandPlan(Printable):
-    """What `mfload.ondemand.plan` found; it prints a table over budgets.
+    """What `plan` found; it prints a table over budgets.
 
     Attributes:
         kind: "experts", "neurons" or "layers".
@@ -168,7 +167,7 @@ def plan(
     """Says what a model that stays on the disk will cost, without reading it.
 
         trace = [[[3, 17], [5, 17]], [[3, 4], [5, 6]]]  # tokens, layers, experts
-        found = mfload.ondemand.plan("model/", budget="2GiB", trace=trace, curve="curve.json")
+        found = plan("model/", budget="2GiB", trace=trace, curve="curve.json")
         print(found.budget.read_bytes, found.budget.io_ms)  # a token
         print(found)  # over budgets
 

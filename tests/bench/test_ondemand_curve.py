@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
+from benchmarks.ondemand_curve import Curve
 from mfload import errors
-from mfload.ondemand import Curve
 
 BLOCKS, DEPTHS = (4096, 65536, 1 << 20), (1, 16, 128)
 
