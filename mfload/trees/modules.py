@@ -309,7 +309,9 @@ def _check(module: Module, asked: Wishes) -> None:
             )
     asked.check_bools()
     if module.judged and (asked.atomic or asked.names is not None):
-        given, without = ("atomic=True", "atomic=False") if asked.atomic else ("names=", "no names=")
+        given, without = (
+            ("atomic=True", "atomic=False") if asked.atomic else ("names=", "no names=")
+        )
         what, expected = f"{given} does not work for modules with load hooks", without
         parts = brief([prefix.removesuffix(".") or "the module" for prefix in module.judged])
         raise errors.UsageError(what, expected=expected, found=parts)

@@ -45,7 +45,6 @@ def load(name: str, chosen: mfload.Framework, cuda: torch.device) -> None:
     mfload.load("model/", "jaxx")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     mfload.load("model/", framework="pytorhc")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     mfload.load("model/", name)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
-    mfload.load("model/")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     mfload.load("model/", "jax", engine="mmap")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]
     mfload.load("model/", "jax", unmatched="refuse")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     mfload.load(7, "jax")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
