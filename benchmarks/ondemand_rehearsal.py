@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from benchmarks.replay import Belady
 from mfload.ondemand.background import Background, Work
-from mfload.ondemand.policies import Belady, Lru
+from mfload.ondemand.policies import Lru
 from mfload.ondemand.store import Store
 
 if TYPE_CHECKING:

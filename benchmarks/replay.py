@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
 from mfload.ondemand import policies
+
+_NEVER = np.iinfo(np.int64).max
+
+
+class Belady(policies.Lru):
+    """Belady's optimum: what is needed last leaves first. It must know all requests beforehand."""
+
+    def __init__(self, keys: int, capacity: int, trace: Sequence[Any]) -> None:
+        super().__init__(keys, capacity)
+        # Backwards: the next request after each that asks for its keys again.
+        self._next = np.full(keys, _NEVER)
+        self._after: list[Any] = []
+        for number, asked in reversed(list(enumerate(trace))):
+            self._after.append(self._next[asked])
+            self._next[asked] = number
+        self._after.reverse()
+
+    def use(self, keys: Any) -> None:
+        """The next request of the trace."""
+        self._next[keys] = self._after[self.now]
+        super().use(keys)
+
+    def rank(self, keys: Any) -> Any:
+        """How soon each is needed."""
+        return -self._next[keys]
 
 
 def replay(trace: Iterable[Any], capacity: int, policy: policies.Policy = "lru") -> Any:
@@ -30,4 +55,4 @@ def replay(trace: Iterable[Any], capacity: int, policy: policies.Policy = "lru")
 def belady(trace: Iterable[Any], capacity: int) -> Any:
     """The fewest keys that any policy would have to read for these requests."""
     requests = [np.unique(np.asarray(each, np.int64)) for each in trace]
-    return replay(requests, capacity, lambda keys, slots: policies.Belady(keys, slots, requests))
+    return replay(requests, capacity, lambda keys, slots: Belady(keys, slots, requests))

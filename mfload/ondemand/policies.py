@@ -7,7 +7,7 @@ calls as eight experts, and a key that comes back is known. One object serves on
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     Keys = NDArray[np.int64]
 
     Policy = str | Callable[[int, int], "Lru"]
-
-_NEVER = np.iinfo(np.int64).max
 
 
 class Lru:
@@ -172,29 +170,6 @@ class Cyclic(Lru):
     def rank(self, keys: Keys) -> NDArray[np.number]:
         """How soon each is needed; what was used just now is needed last."""
         return -((keys - self._current - 1) % self.last.size)
-
-
-class Belady(Lru):
-    """Belady's optimum: what is needed last leaves first. It must know all requests beforehand."""
-
-    def __init__(self, keys: int, capacity: int, trace: Sequence[Keys]) -> None:
-        super().__init__(keys, capacity)
-        # Backwards: the next request after each that asks for its keys again.
-        self._next = np.full(keys, _NEVER)
-        self._after: list[Keys] = []
-        for number, asked in reversed(list(enumerate(trace))):
-            self._after.append(self._next[asked])
-            self._next[asked] = number
-        self._after.reverse()
-
-    def use(self, keys: Keys) -> None:
-        """The next request of the trace."""
-        self._next[keys] = self._after[self.now]
-        super().use(keys)
-
-    def rank(self, keys: Keys) -> NDArray[np.number]:
-        """How soon each is needed."""
-        return -self._next[keys]
 
 
 _EXPECTED = "'lru' | 'lfu' | 'pin+lru' | 'window(k)', or a function of (keys, capacity)"
