@@ -271,7 +271,7 @@ class Client:
             return other
         expected = None
         if isinstance(error, TimeoutError):
-            what, found = "the peer stalls", f"less than stalled={self.stalled:g} allows"
+            what, found = "the peer stalls", "too little in the time that it has"
         elif isinstance(error, ConnectionRefusedError | socket.gaierror):
             what, found = "no peer listens there", str(error)
             return errors.SourceNotFoundError(what, file=self.name, found=errors.shown(found, 160))
