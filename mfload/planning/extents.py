@@ -58,7 +58,9 @@ class Extent(NamedTuple):
 def contiguous(request: Request) -> int | None:
     """The file offset of a part that lies there as it is wanted; None for any other."""
     info, dtype, selection, *_ = request
-    if dtype is not info.dtype or not info.simple or (selection and selection.order):
+    if dtype is not info.dtype or not info.simple:
+        return None
+    if selection is not None and selection.order is not None:
         return None
     ahead = 0
     if selection is not None and request.nbytes:
@@ -524,8 +526,8 @@ def axes_of(request: Request, shape: Sequence[int]) -> tuple[Axis, ...]:
 
 def places(request: Request, axes: Sequence[Axis], unit: int) -> tuple[int, ...]:
     """Bytes of a result between neighbours in each dim of what a request takes."""
-    order = request.selection and request.selection.order
-    if not order:
+    order = None if request.selection is None else request.selection.order
+    if order is None:
         return c_strides([axis.size for axis in axes], unit)
     steps = c_strides([axes[dim].size for dim in order], unit)
     return tuple(steps[order.index(dim)] for dim in range(len(axes)))
