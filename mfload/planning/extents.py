@@ -60,6 +60,8 @@ def contiguous(request: Request) -> int | None:
     info, dtype, selection, *_ = request
     if dtype is not info.dtype or not info.simple:
         return None
+    if selection is not None and selection.order is not None:
+        return None
     ahead = 0
     if selection is not None and request.nbytes:
         ahead, _ = _extent_of(selection, info)
@@ -105,7 +107,7 @@ def of_tensor(requests: Sequence[Request], costs: Costs) -> list[Extent]:
     for request in requests:
         axes = axes_of(request, shape)
         types = element_types(request)
-        rows = c_strides([axis.size for axis in axes], types[1].itemsize)
+        rows = places(request, axes, types[1].itemsize)
         boxes.append(Wanted(axes, rows, *types, request))
     return extents(shape, c_strides(shape, info.dtype.nbytes), boxes, costs)
 
@@ -332,7 +334,9 @@ class _Array:
     def _gathers(self, dim: int, boxes: tuple[int, ...]) -> bool:
         """Whether a row of a dim is read at once, and short enough to pass through a slot."""
         row = self._reach(dim + 1, boxes)
-        fits = row.stop - row.start <= self._slot and row.run < LONG
+        # What is left of the last dim are elements, which nothing else places.
+        short = row.run < LONG or dim + 1 == len(self._strides)
+        fits = row.stop - row.start <= self._slot and short
         return fits and row.gap < self._gap
 
     def _run(self, nbytes: int, boxes: tuple[int, ...]) -> list[Extent]:
@@ -518,6 +522,15 @@ def axes_of(request: Request, shape: Sequence[int]) -> tuple[Axis, ...]:
     if request.selection is None:
         return tuple(Axis(0, length) for length in shape)
     return stored_axes(request.selection, request.info.dtype.elements)
+
+
+def places(request: Request, axes: Sequence[Axis], unit: int) -> tuple[int, ...]:
+    """Bytes of a result between neighbours in each dim of what a request takes."""
+    order = None if request.selection is None else request.selection.order
+    if order is None:
+        return c_strides([axis.size for axis in axes], unit)
+    steps = c_strides([axes[dim].size for dim in order], unit)
+    return tuple(steps[order.index(dim)] for dim in range(len(axes)))
 
 
 def stored_shape(info: TensorInfo) -> tuple[int, ...]:

@@ -137,7 +137,7 @@ def _taken(
     request: Request, axes: Sequence[Axis], box: Box, array: _Array, types: tuple[Any, Any]
 ) -> Iterator[tuple[int, Wanted]]:
     """What a request takes of a box: the first byte in the result, and boxes of the array."""
-    rows = extents.c_strides([axis.size for axis in axes], types[1].itemsize)
+    rows = extents.places(request, axes, types[1].itemsize)
     for chosen in itertools.product(*map(_within, axes, box)):
         at = sum(k * row for (k, _), row in zip(chosen, rows, strict=True))
         taken, paces = list[Axis](), list[int]()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mfload import errors
@@ -32,13 +33,18 @@ class Selection(tuple[Axis, ...]):
 
     Attributes:
         leads: The dim of the result that NumPy makes the first; 0 if it is in its place.
+        order: Which of the tensor's dims each dim of the result is; None if they are in order.
+            The result lies in memory in its own order.
     """
 
     leads = 0
+    order: tuple[int, ...] | None = None
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the result."""
+        if self.order is not None:
+            return tuple([self[dim].size for dim in self.order])
         return tuple([axis.size for axis in self if not axis.drop])
 
     @functools.cached_property
@@ -145,6 +151,13 @@ def boxed(info: TensorInfo, box: Box) -> Selection | None:
     Raises SliceError if it cuts through packed elements.
     """
     return _unless_whole(info, box, Selection(Axis(start, stop - start) for start, stop in box))
+
+
+def transposed(box: Box, order: Sequence[int]) -> Selection:
+    """The selection of a box whose dims come out in another order."""
+    made = Selection(Axis(start, stop - start) for start, stop in box)
+    made.order = tuple(order)
+    return made
 
 
 def shape_of(box: Box) -> tuple[int, ...]:

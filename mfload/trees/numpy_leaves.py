@@ -19,7 +19,7 @@ from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request
-from mfload.planning.slicing import boxed
+from mfload.planning.slicing import boxed, transposed
 from mfload.report import Report
 from mfload.sources.base import Source
 from mfload.trees import batches
@@ -38,8 +38,8 @@ class NumpyLeaves:
         options: LoadOptions,
     ) -> None:
         every = [(n, _whole(recipe)) for n, recipe in enumerate(recipes)]
-        self._plain = [(n, part) for n, part in every if part.transform.plain]
-        self._arranged = [(n, part) for n, part in every if not part.transform.plain]
+        self._direct = [(n, part) for n, part in every if _lands(part)]
+        self._arranged = [(n, part) for n, part in every if not _lands(part)]
         given = options.max_host_overhead
         limit = OVERHEAD if given is None else given
         waits, slots = max((part.nbytes for _, part in self._arranged), default=0), limit
@@ -62,15 +62,15 @@ class NumpyLeaves:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that they are made of."""
-        every = [part for _, part in (*self._plain, *self._arranged)]
+        every = [part for _, part in (*self._direct, *self._arranged)]
         return base.stored_bytes([request for part in every for request in _requests(part)])
 
     def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
         """The arrays, in the order of the recipes."""
         made: dict[int, Any] = {}
-        # All that lands as it is stored at once, and what waits in groups.
+        # All that lands as it is wanted at once, and what waits in groups.
         groups = grouped(self._arranged, self._limit, lambda each: each[1].nbytes)
-        for batch in filter(None, itertools.chain([self._plain], groups)):
+        for batch in filter(None, itertools.chain([self._direct], groups)):
             one, wanted = Report(), [request for _, part in batch for request in _requests(part)]
             landed = iter(self._loader.load(wanted, report=one, advance=advance))
             for number, part in batch:
@@ -91,16 +91,26 @@ def _whole(recipe: Recipe) -> LeafPart:
     return part
 
 
+def _lands(part: LeafPart) -> bool:
+    """Whether a leaf is one box of a tensor, its dims in some order."""
+    if part.transform.order is None or len(part.sources) != 1:
+        return False
+    return part.transform.plain or part.sources[0][0].dtype.elements == 1
+
+
 def _requests(part: LeafPart) -> Iterator[Request]:
     recipe = part.recipe
     for info, box in part.sources:
-        yield Request(info, recipe.landed, boxed(info, box), recipe.checked, ())
+        selection, order = boxed(info, box), part.transform.order
+        if order is not None and order != tuple(range(len(order))) and _lands(part):
+            selection = transposed(box, order)
+        yield Request(info, recipe.landed, selection, recipe.checked, ())
 
 
 def _own(part: LeafPart, arrays: Sequence[Any]) -> Any:
     """A leaf that can be written to, in C order."""
-    if part.transform.plain:
-        return np.require(arrays[0], requirements="W")  # A map of a file can't be.
+    if _lands(part):
+        return np.require(arrays[0], requirements="W").reshape(part.shape)  # No map of a file.
     if not arrays:
         return np.empty(part.shape, part.recipe.dtype.numpy)
     return np.array(part.transform.evaluate(arrays, np), order="C")

@@ -54,6 +54,23 @@ class Transform(NamedTuple):
         return self == Transform((Branch(self.branches[0].shape),))
 
     @property
+    def order(self) -> Shape | None:
+        """Which dim of one tensor each dim of the result is, before it gets other sizes.
+
+        None for any other transform: what strides say of one tensor lands as it is wanted.
+        """
+        (shape, steps), *more = self.branches
+        if more or self.counts or self.scale is not None:
+            return None
+        found = tuple(range(len(shape)))
+        for number, (kind, how) in enumerate(steps):
+            if kind == "transpose":
+                found = tuple(found[axis] for axis in how)
+            elif kind == "slice" or any(step[0] != "reshape" for step in steps[number:]):
+                return None
+        return found
+
+    @property
     def shape(self) -> Shape:
         """Of the result."""
         shapes = [branch.shapes[-1] for branch in self.branches]

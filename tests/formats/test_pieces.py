@@ -22,7 +22,7 @@ from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Costs
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
-from mfload.planning.slicing import select
+from mfload.planning.slicing import select, transposed
 from mfload.sources.local import LocalFile
 
 _DTYPES = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F64", "F4", "F6_E2M3"]
@@ -96,7 +96,17 @@ def test_plans_fill_what_numpy_gives(data: Any, tmp_path_factory: Any) -> None:
         if dtype is not row.dtype:
             with np.errstate(all="ignore"):
                 taken = np.asarray(taken).astype(dtype.numpy)
-        requests.append(Request(row, dtype, select(row, index)))
+        selection = select(row, index)
+        if dtype.elements == 1 and row.shape and draw(st.booleans()):
+            low = [draw(st.integers(0, n)) for n in row.shape]
+            box = tuple((a, draw(st.integers(a, n))) for a, n in zip(low, row.shape, strict=True))
+            order = draw(st.permutations(range(len(box))))
+            selection = transposed(box, order)
+            taken = array[tuple(slice(*pair) for pair in box)].transpose(order)
+            if dtype is not row.dtype:
+                with np.errstate(all="ignore"):
+                    taken = taken.astype(dtype.numpy)
+        requests.append(Request(row, dtype, selection))
         expected.append(np.asarray(taken).tobytes())
     costs = Costs(
         block=draw(st.integers(16, 300)),

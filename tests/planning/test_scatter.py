@@ -26,7 +26,7 @@ from mfload.planning.blocks import Costs, stored
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Plan, make_plan
 from mfload.planning.request import Allocation, Request
-from mfload.planning.slicing import boxed, select
+from mfload.planning.slicing import boxed, select, transposed
 from mfload.runtime import Deadline
 from mfload.sources.local import LocalFile
 
@@ -105,7 +105,11 @@ def cases(draw: Any, most: int = 12) -> Case:
                 ends[-1] = (ends[-1][0] * dtype.elements, ends[-1][1] * dtype.elements)
             targets = [dtype.name] * 3 + _TARGETS.get(dtype.name, [])
             to = dtypes.TABLE[draw(st.sampled_from(targets))]
-            requests.append(Request(info, to, boxed(info, tuple(ends))))
+            selection = boxed(info, tuple(ends))
+            if dtype.elements == 1 and rank > 1 and draw(st.integers(0, 3)) == 0:
+                order = draw(st.permutations(range(rank)))
+                selection, part = transposed(tuple(ends), order), np.transpose(part, order)
+            requests.append(Request(info, to, selection))
             if to is not dtype:
                 with np.errstate(all="ignore"):
                     part = np.asarray(part).astype(to.numpy)
