@@ -40,7 +40,7 @@ def _keys(name: str) -> set[str]:
         (mfload.stream, "path framework device", "EagerArguments"),
         (mfload.restore, "path target", "RestoreArguments"),
         (mfload.save, "arrays path background", "SaveArguments"),
-        (mfload.load_into, "target path", "FillArguments"),
+        (mfload.load_into, "target path", "IntoArguments"),
     ],
 )
 def test_the_overloads_know_every_argument(call: Any, first: str, rest: str) -> None:

@@ -397,8 +397,10 @@ def _fallocate(fd: int, nbytes: int) -> int:
 def lock(fd: int) -> bool | None:
     """Takes the lock of an open file; it goes with the descriptor, or with the process.
 
-    Returns whether it was free; None if the file system knows no locks.
+    Returns whether it was free; None if the file is closed, or the file system knows no locks.
     """
+    if fd < 0:
+        return None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -410,8 +412,9 @@ def lock(fd: int) -> bool | None:
 
 def unlock(fd: int) -> None:
     """Gives the lock of an open file back, also for children forked meanwhile."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_UN)
+    if fd >= 0:
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager

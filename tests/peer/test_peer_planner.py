@@ -345,7 +345,8 @@ def test_a_killed_seed_is_not_handed_out_for_long(planner: PlannerServer) -> Non
     """A reader that finds it gone says so, and takes the other one."""
     code = (
         "import sys, numpy as np, mfload; "
-        "s = mfload.publish({'x': np.ones(9)}, model='org/k', planner=sys.argv[1]); "
+        "peer = mfload.PeerOptions(planner=sys.argv[1]); "
+        "s = mfload.publish({'x': np.ones(9)}, model='org/k', peer=peer); "
         "print(s.address, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, planner.url]
@@ -539,7 +540,8 @@ def test_an_update_is_not_held_against_a_seed(
     planner: PlannerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the manifest and the first byte, and while it has reached one part of two."""
-    how: Any = {"model": "org/u", "run": "one", "planner": planner.url}
+    peer = mfload.PeerOptions(planner=planner.url)
+    how: Any = {"model": "org/u", "run": "one", "peer": peer}
     with (
         mfload.publish(ARRAYS, part=(0, 2), **how) as one,
         mfload.publish({"z": ARRAYS["y"]}, part=(1, 2), **how) as other,
@@ -578,7 +580,9 @@ def test_weights_that_changed_keep_no_place(
 ) -> None:
     """A reader of those before would wait for its own place, to find that others have them not."""
     monkeypatch.setattr("mfload.peer.checkpoint._WAIT", 4.0)
-    with mfload.publish(ARRAYS, model="org/c", planner=planner.url, max_readers=1) as seed:
+    with mfload.publish(
+        ARRAYS, model="org/c", max_readers=1, peer=mfload.PeerOptions(planner=planner.url)
+    ) as seed:
         opened = mfload.open("peer:///org/c", options=_options(planner))
         seed.update({"x": ARRAYS["x"] + 1})
         start = time.monotonic()
@@ -637,7 +641,7 @@ def test_planners_without_an_address(url: str) -> None:
 def test_passwords_of_planners_are_not_shown(url: str) -> None:
     """They take none."""
     with pytest.raises(errors.UsageError) as caught:
-        mfload.publish(ARRAYS, model="m", planner=url)
+        mfload.publish(ARRAYS, model="m", peer=mfload.PeerOptions(planner=url))
     assert "s3cret" not in str(caught.value)
 
 

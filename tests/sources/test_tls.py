@@ -196,7 +196,8 @@ def test_a_seed_with_certificates(certificates: Path) -> None:
     pytest.importorskip("xxhash")
     if sys.platform != "linux":
         pytest.skip("seeds need Linux")
-    with mfload.publish(MODEL, model="m", **own(certificates, "seed")) as seed:
+    peer = mfload.PeerOptions(**own(certificates, "seed"))
+    with mfload.publish(MODEL, model="m", peer=peer) as seed:
         samples.assert_same(load(seed.url, ca_file=certificates / "ca.pem"), MODEL)
         with pytest.raises(errors.SourceError, match="the peer speaks TLS") as info:
             load(seed.url)
