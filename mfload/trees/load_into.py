@@ -247,9 +247,10 @@ def _values(
     index, sources = checkpoint.read_every(path, how)
     read = time.perf_counter()
     done.add_stage("headers", start, read)
-    state = PlainNumbers(index, leaves, asked.names)
     if whole:
         state = SavedState(index, leaves, asked.names, mapped=asked.mapping is not None)
+    else:
+        state = PlainNumbers(index, leaves, asked.names)
     index, leaves, notes = state.index, state.leaves, state.notes
     if index.tensors:
         jax_trees.check_places(target, leaves)

@@ -21,7 +21,11 @@ def _into(url: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("call", [_into, mfload.restore])
+def _restore(url: str) -> Any:
+    return mfload.restore(url, framework="jax")
+
+
+@pytest.mark.parametrize("call", [_into, _restore])
 def test_a_swap_before_any_request(
     call: Callable[[str], Any], layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
