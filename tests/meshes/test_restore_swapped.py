@@ -20,11 +20,11 @@ def _into(url: str) -> Any:
     return mfload.load_into({name: np.zeros_like(array) for name, array in OLD.items()}, url)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 def _restore(url: str) -> Any:
     return mfload.restore(url, framework="jax")
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("call", [_into, _restore])
 def test_a_swap_before_any_request(
     call: Callable[[str], Any], layout: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
