@@ -144,12 +144,13 @@ class Task(Generic[T]):
         In a fork it has not, and is not waited for, if its thread goes on in the parent.
         """
         seconds = -1 if timeout is None else min(max(0.0, timeout), TIMEOUT_MAX)
-        begun = self.thread is None or self.thread.ident is not None  # Else it was interrupted.
+        thread = self.thread  # Others that wait may forget it meanwhile.
+        begun = thread is None or thread.ident is not None  # Else it was interrupted.
         there = begun and not self.ended and not self._forked
         if there and self._over.acquire(timeout=seconds):
             self._over.release()
-        if self.ended and self.thread is not None:
-            self.thread.join()  # It has nothing left to do.
+        if self.ended and thread is not None:
+            thread.join()  # It has nothing left to do.
             self.thread = None
         return self.ended
 

@@ -240,3 +240,22 @@ def test_an_error_of_a_service_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for service in (False, True):
         assert runtime.start(lambda: 1 // 0, "mfload-test", service=service).join(30)
     assert told == [ZeroDivisionError]
+
+
+def test_a_task_may_be_forgotten_by_another_that_waits() -> None:
+    class Forgotten(runtime.Task[None]):
+        left = 3  # After so many looks, another thread has seen its end.
+
+        @property
+        def thread(self) -> threading.Thread | None:
+            self.left -= 1
+            return self.made if self.left >= 0 else None
+
+        @thread.setter
+        def thread(self, made: threading.Thread | None) -> None:
+            self.made = made
+
+    task = Forgotten(lambda: None).start("forgotten")
+    while not task.ended:
+        time.sleep(0.001)
+    assert task.join()
