@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import math
+import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -60,6 +61,7 @@ class ProcessGroup:
         self.thread = threading.get_ident()
         self._step, self._next_beat, self._over = 0, 0.0, False
         self._begun, self._looked = 0, 0.0  # Rounds of collectives, and when it asked the store.
+        self._pressed: Sequence[KeyboardInterrupt] = ()
         # Seconds until the others must be there, which a given timeout says itself.
         self._comes_by: float = getattr(backend, "arrival", math.inf)
         self._arrival = self._comes_by if deadline.seconds is None else math.inf
@@ -120,14 +122,17 @@ class ProcessGroup:
             raise errors.ProcessError(message, problems=_by_value(steps))
         return {rank: each for rank, (_, each) in said.items()}
 
-    def enter(self, what: str, same: str = "") -> KeyboardInterrupt | None:
+    def enter(
+        self, what: str, same: str = "", pressed: Sequence[KeyboardInterrupt] = ()
+    ) -> KeyboardInterrupt | None:
         """Waits for all before collectives, so that none waits there for one that does not come.
 
-        Raises ProcessError if `same` differs between them. Without a store, a Ctrl-C that came
-        meanwhile is returned, to be told to the others in the collectives.
+        Raises ProcessError if `same` differs between them, and a Ctrl-C that is in `pressed` (see
+        `ctrl_c_waits`). Without a store, one that came meanwhile is returned or in `pressed`, to
+        be told to the others in the collectives.
         """
         try:
-            self._begun = 0
+            self._begun, self._pressed = 0, pressed
             said = self.gather(what, same)
             if len(set(said.values())) > 1:
                 message = f"the processes do not have the same {what}"
@@ -137,6 +142,8 @@ class ProcessGroup:
             if self._store is not None or self._over or self._link.broken:
                 raise
             return error
+        except errors.ProcessError as error:
+            raise next(iter(pressed), error)  # noqa: B904 - either as it is
         return None
 
     def fail(self, error: BaseException) -> None:
@@ -262,6 +269,8 @@ class ProcessGroup:
                 continue
             if not missing:
                 self._propose()
+            elif self._pressed:
+                self._propose(self.rank, _FAILED, described(self._pressed[0]))
             elif self.deadline.left() <= 0:
                 self._propose(self.rank, _GAVE_UP, f"waiting for {_named(missing)} ({what})")
             elif time.monotonic() > begun + arrival and (
@@ -285,19 +294,20 @@ class ProcessGroup:
         """The same if there is no store."""
         if self._link.broken:
             raise errors.ProcessError("an earlier load was given up: start the processes anew")
-        rows = self._link.buffer()
-        data = np.frombuffer(json.dumps([what, text]).encode(), np.uint8)
-        rows[:, : data.size], rows[:, data.size :] = data, 0
-        self._link.start(rows)
-        came, interrupted = self._link.finish(lambda: None)
-        self._link.close()
-        texts = [json.loads(bytes(row).rstrip(b"\0")) for row in came]
-        said = dict(zip(self.ranks, texts, strict=True))
-        others = [n for n, (step, _) in said.items() if step == _FAILED and n != self.rank]
-        # All know by now, or have left: an error here finds none who would listen.
-        self._over = bool(others) or all(step == _END for step, _ in texts)
-        if interrupted is not None:
-            raise interrupted
+        with ctrl_c_waits():
+            rows = self._link.buffer()
+            data = np.frombuffer(json.dumps([what, text]).encode(), np.uint8)
+            rows[:, : data.size], rows[:, data.size :] = data, 0
+            self._link.start(rows)
+            came, interrupted = self._link.finish(lambda: None)
+            self._link.close()
+            texts = [json.loads(bytes(row).rstrip(b"\0")) for row in came]
+            said = dict(zip(self.ranks, texts, strict=True))
+            others = [n for n, (step, _) in said.items() if step == _FAILED and n != self.rank]
+            # All know by now, or have left: an error here finds none who would listen.
+            self._over = bool(others) or all(step == _END for step, _ in texts)
+            if interrupted is not None:
+                raise interrupted
         if others:
             raise failed(others[0], said[others[0]][1])
         return said
@@ -325,25 +335,62 @@ def joined(
             expected=f"a mesh of no more processes than the group has, {count}",
             found=_named(ranks),
         )
-    with _turns:
-        if any(each.thread == threading.get_ident() for each in _queue):
-            message = "a load with other processes can't be part of another"
-            raise errors.UsageError(message, expected="one after the other")
-        group = ProcessGroup(backend, ranks, deadline)
-        _queue.append(group)
+    group: ProcessGroup | None = None
     try:
+        with ctrl_c_waits(), _turns:
+            if any(each.thread == threading.get_ident() for each in _queue):
+                message = "a load with other processes can't be part of another"
+                raise errors.UsageError(message, expected="one after the other")
+            group = ProcessGroup(backend, ranks, deadline)
+            _queue.append(group)
         group.announce()
         # Without a store, a thread that gave up before its turn could not tell the others.
         _wait_for_turn(group, Deadline(None) if backend.store() is None else deadline)
         yield group
         group.agree(_END)
     except BaseException as error:
-        group.fail(error)
+        if group is not None:
+            group.fail(error)
         raise
     finally:
-        with _turns:
+        try:
+            _leave(group)
+        finally:
+            _leave(group)  # Again: Ctrl-C may have come before it waits.
+
+
+def _leave(group: ProcessGroup | None) -> None:
+    with ctrl_c_waits(), _turns:
+        if group in _queue:
             _queue.remove(group)
             _turns.notify_all()
+
+
+@contextlib.contextmanager
+def ctrl_c_waits() -> Generator[list[KeyboardInterrupt]]:
+    """Ctrl-C is put into a list, and raised at the end of what ends well; the second at once.
+
+    So none comes between two steps that belong together, such as a swap and a note of it. Only in
+    the main thread, and where no handler of the program's own is set.
+    """
+    pressed: list[KeyboardInterrupt] = []
+
+    def press(*_: object) -> None:
+        pressed.append(KeyboardInterrupt())
+        if len(pressed) > 1:
+            raise pressed[-1]
+
+    usual, main = signal.default_int_handler, threading.main_thread()
+    if threading.current_thread() is not main or signal.getsignal(signal.SIGINT) is not usual:
+        yield pressed
+        return
+    signal.signal(signal.SIGINT, press)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if pressed:
+        raise pressed[0]
 
 
 def fail_next(backend: MeshBackend, ranks: Sequence[int], error: BaseException) -> None:
@@ -376,10 +423,12 @@ def failed(rank: int, text: str) -> errors.ProcessError:
 
 def _wait_for_turn(group: ProcessGroup, deadline: Deadline) -> None:
     """Waits for the loads that other threads of this process began before."""
-    with _turns:
-        seconds = min(deadline.left(), threading.TIMEOUT_MAX)
-        if not _turns.wait_for(lambda: _queue[0] is group, max(0.0, seconds)):
-            raise deadline.error("waiting for a load of another thread")
+    # An interrupted `with` of a condition may leave it locked.
+    with ctrl_c_waits() as pressed, _turns:
+        while _queue[0] is not group and not pressed:
+            if (left := deadline.left()) <= 0:
+                raise deadline.error("waiting for a load of another thread")
+            _turns.wait(min(_BEAT, left))
 
 
 def _ended(store: Store, rank: int) -> None:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import signal
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -307,9 +305,11 @@ def run(
     """
     here = _Exchange(schedule, group, link, read, places, memory, advance, ahead)
     travels, count = schedule.travels, len(schedule.rounds)
-    failed: BaseException | None = group.enter("schedule", schedule.digest) if travels else None
+    failed: BaseException | None = None
     before: Sequence[Parcel] = ()
-    with _ctrl_c_waits() if travels else nullcontext([]) as pressed:
+    with agree.ctrl_c_waits() if travels else nullcontext([]) as pressed:
+        if travels:
+            failed = group.enter("schedule", schedule.digest, pressed)
         for number, parcels in enumerate(itertools.chain(schedule.rounds, ((),) * travels)):
             came = None
             failed = failed or _attempt(here.read, number, parcels)
@@ -327,30 +327,8 @@ def run(
             taken = before if travels else parcels
             failed = failed or _attempt(here.take, taken, came)
             before = parcels
-    failed = failed or next(iter(pressed), None)
-    if failed is not None:
-        raise failed
-
-
-@contextmanager
-def _ctrl_c_waits() -> Generator[list[KeyboardInterrupt]]:
-    """Ctrl-C is put into a list, the second is raised: elsewhere than in a round it breaks that."""
-    pressed: list[KeyboardInterrupt] = []
-
-    def press(*_: object) -> None:
-        pressed.append(KeyboardInterrupt())
-        if len(pressed) > 1:
-            raise pressed[-1]
-
-    usual, main = signal.default_int_handler, threading.main_thread()
-    if threading.current_thread() is not main or signal.getsignal(signal.SIGINT) is not usual:
-        yield pressed
-        return
-    signal.signal(signal.SIGINT, press)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, usual)
+        if failed is not None:
+            raise failed
 
 
 def _attempt(act: Callable[..., None], *given: Any) -> BaseException | None:
