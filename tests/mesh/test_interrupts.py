@@ -104,7 +104,8 @@ def test_at_each_line_of_a_load(store: bool) -> None:
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             if frame.f_code.co_filename not in FILES:
                 return None
-            if not begun and signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # noqa: B023
+            here = signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+            if not (begun or here or [*agree._queue]):  # noqa: B023
                 return trace  # It has not come to the load.
             begun.append(True)  # noqa: B023
             text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
