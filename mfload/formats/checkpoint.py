@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mfload import dtypes, errors, sources
 from mfload.formats import discovery, safetensors
@@ -19,7 +19,7 @@ from mfload.formats.discovery import CheckpointFiles, Opening
 from mfload.formats.strict_json import brief
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
 from mfload.load_options import LoadOptions
-from mfload.runtime import Deadline, NamedTuple, gc_paused
+from mfload.runtime import Deadline, gc_paused
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 

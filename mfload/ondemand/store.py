@@ -23,7 +23,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,7 +38,6 @@ from mfload.loading import session
 from mfload.ondemand.background import Background
 from mfload.ondemand.report import OndemandReport
 from mfload.planning.request import Request
-from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
