@@ -13,7 +13,7 @@ from mfload.formats import base, checkpoint, discovery, hints, safetensors
 from mfload.formats.checkpoint import Headers, Problem
 from mfload.formats.discovery import CheckpointFiles
 from mfload.formats.strict_json import brief
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.sources import PathOrBytes
 
 _ALIGNED = 64  # Bytes that every framework takes without a copy.

@@ -18,7 +18,7 @@ from mfload.formats import discovery, safetensors
 from mfload.formats.discovery import CheckpointFiles, Opening
 from mfload.formats.strict_json import brief
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.runtime import Deadline, gc_paused
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source

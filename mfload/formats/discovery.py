@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mfload import errors, sources
 from mfload.formats.safetensors import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import brief
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 

@@ -14,7 +14,7 @@ import numpy as np
 from mfload import dtypes, errors
 from mfload.dlpack import View, array_at
 from mfload.dtypes import DType
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.request import HOST, Allocation, Owner, Request
 
 if TYPE_CHECKING:
