@@ -183,6 +183,16 @@ def state(path: PathOrBytes | Sequence[PathOrBytes]) -> State | None:
         return None
 
 
+def check_state(path: PathOrBytes | Sequence[PathOrBytes], before: State | None) -> None:
+    """Raises SourceChangedError if the files are not those of an earlier `state`."""
+    if state(path) != before:
+        raise errors.SourceChangedError(
+            "the files were replaced while their headers were read",
+            file=sources.shown(path),
+            expected="no writer meanwhile; load again",
+        )
+
+
 def _listed(directory: str) -> list[str]:
     """The names in a directory, without directories that are called like files of weights."""
 
