@@ -18,7 +18,7 @@ from benchmarks.gpu_memory import HOST, MIB
 from benchmarks.gpu_peers import PEERS
 from benchmarks.tasks import Found, Job, Task
 from mfload.bench.loaders import Span
-from mfload.options import PeerOptions
+from mfload.peer_options import PeerOptions
 from mfload.report import Report, human
 
 _READERS = 64

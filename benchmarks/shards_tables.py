@@ -14,8 +14,8 @@ from benchmarks.results import MIB, Results
 from benchmarks.targets import Target
 from mfload import dtypes
 from mfload.index import Piece, TensorInfo
-from mfload.load_options import LoadOptions
 from mfload.mesh import base, load as mesh_load, specs
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed
 from mfload.report import human

@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     from mfload.loading.lazy import LazyCheckpoint, TensorSlice
     from mfload.loading.preview import Preview
     from mfload.loading.stream import Stream
-    from mfload.options import Options, PeerOptions
+    from mfload.options import Options
     from mfload.packed import unpack
     from mfload.peer.seed import Seed, publish, seeds
+    from mfload.peer_options import PeerOptions
     from mfload.report import Report
     from mfload.saving.background import PendingSave
     from mfload.saving.save import Saved
@@ -52,7 +53,8 @@ _NAMES = {
     "loading.lazy": "LazyCheckpoint TensorSlice",
     "loading.preview": "Preview",
     "loading.stream": "Stream",
-    "options": "Options PeerOptions",
+    "options": "Options",
+    "peer_options": "PeerOptions",
     "packed": "unpack",
     "peer.seed": "Seed publish seeds",
     "report": "Report",

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
 from mfload.index import Columns, Index, TensorInfo
-from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading.session import Loader
+from mfload.options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.planning import request as requesting
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, gc_paused

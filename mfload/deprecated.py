@@ -37,7 +37,7 @@ def renewed(label: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _publish(given: dict[str, Any]) -> dict[str, Any] | None:
-    PeerOptions = importlib.import_module("mfload.options").PeerOptions  # It is above `runtime`.
+    PeerOptions = importlib.import_module("mfload.peer_options").PeerOptions  # Above `runtime`.
     if not (old := {name: given.pop(name) for name in _PEER if name in given}):
         return None
     names = ", ".join(f"{name}=…" for name in old)

@@ -7,11 +7,10 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from mfload import errors
 from mfload.dtypes import DType
-from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.stored import Stored

@@ -1,15 +1,18 @@
-"""`mfload.Options`: how a checkpoint is loaded, the same object for every call."""
+"""How a checkpoint is loaded: `mfload.Options`, the same for every call, and those of one call."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from mfload import errors
 from mfload.runtime import Deadline
+
+if TYPE_CHECKING:
+    from mfload.peer_options import PeerOptions
 
 Engine = Literal["auto", "mmap", "pread", "direct", "pinned", "gds"]
 Allocator = Literal["auto", "mfload", "framework"]
@@ -19,6 +22,12 @@ ENGINES: tuple[str, ...] = get_args(Engine)
 ALLOCATORS: tuple[str, ...] = get_args(Allocator)
 EXCHANGES: tuple[str, ...] = get_args(Exchange)
 PAGE_CACHES: tuple[str, ...] = get_args(PageCache)
+Unmatched = Literal["replicate", "error"]
+UNMATCHED: tuple[str, ...] = get_args(Unmatched)
+
+OVERHEAD = 256 << 20
+"""Default of both memory limits, in bytes beside the result."""
+
 _CHOICES = {
     "engine": ENGINES,
     "allocator": ALLOCATORS,
@@ -27,89 +36,6 @@ _CHOICES = {
 }
 # Engines that can't do what is asked of the page cache.
 _AGAINST = {"keep": ("direct", "gds"), "bypass": ("pread", "mmap")}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PeerOptions:
-    """How `peer://` is read, and how a seed of this process serves.
-
-    Every field is validated when the object is made.
-
-    Attributes:
-        planner: Where to ask for seeds, and where a seed registers: "http://host:port",
-            "https://…" or "etcd://host:port".
-        token_file: File with the token that is sent to seeds and planner, and that readers of a
-            seed must send; at least 8 characters.
-        publish: Whether the arrays of a load become a seed, so that others read from this process
-            until it ends.
-        address: Where a seed listens, "host:port"; port 0 takes a free one. Others than loopback
-            addresses (127.0.0.1) need a token or mutual TLS.
-        checksums: Whether bytes are compared with the checksums of the seed as they arrive; and
-            whether a seed makes them, at the speed of memory.
-        transports: Names of the transports to use, best first, or that a seed of `mfload.publish`
-            offers, such as "http" and "nixl". With "cuda_ipc", "nixl" or "collective", its arrays
-            on CUDA devices stay there. Default: all that need no consent: "memory", "memfd",
-            "http".
-        copy: Whether arrays never lie in the device memory of a seed. Default: over "cuda_ipc"
-            they do where the seed holds them on the device that they are loaded to, and must not
-            be written to.
-        timeout: Seconds that peers have in all, before a fall-back is taken. Default: half of
-            `Options.timeout`, or no limit.
-        stalled: Seconds without progress after which a peer is given up. A peer on this machine has
-            six times as long to begin an answer.
-        ca_file: Certificates of the authority that signed those of seeds; with it, connections use
-            TLS, and readers of a seed need a certificate that it signed. Default of this and the
-            next two: those of `Options`.
-        cert_file: This process's own certificate, for seeds that ask for it, and for its own seed,
-            to which readers then connect by TLS.
-        key_file: Its key. Default: in `cert_file`.
-
-    Raises:
-        UsageError: A value is invalid.
-    """
-
-    planner: str | None = None
-    token_file: str | os.PathLike[str] | None = field(default=None, repr=False)
-    publish: bool = False
-    address: str = "127.0.0.1:0"
-    checksums: bool = True
-    transports: tuple[str, ...] | None = None
-    copy: bool = False
-    timeout: float | None = None
-    stalled: float = 1.5
-    ca_file: str | os.PathLike[str] | None = None
-    cert_file: str | os.PathLike[str] | None = None
-    key_file: str | os.PathLike[str] | None = None
-
-    def __post_init__(self) -> None:
-        Deadline(self.timeout)
-        if Deadline(self.stalled).seconds is None:
-            what, expected = "stalled has no end", "seconds, such as 1.5"
-            raise errors.UsageError(what, expected=expected, found=repr(self.stalled))
-        for name, kind in _PEER_KINDS.items():
-            if type(value := getattr(self, name)) is not kind:
-                what, expected = f"{name} is invalid", f"a {kind.__name__}"
-                raise errors.UsageError(what, expected=expected, found=repr(value))
-        given: Any = self.transports
-        if given is not None:
-            several = isinstance(given, Iterable) and not isinstance(given, str)
-            names: tuple[Any, ...] = tuple(given) if several else (given,)
-            if not all(isinstance(each, str) for each in names):
-                what, expected = "transports are invalid", "names, such as 'memory' and 'http'"
-                raise errors.UsageError(what, expected=expected, found=repr(given))
-            object.__setattr__(self, "transports", names)
-        _check_certificate(self)
-        for name in ("publish", "checksums", "copy"):
-            if type(found := getattr(self, name)) is not bool:
-                what = f"{name} is not a bool"
-                raise errors.UsageError(what, expected="True or False", found=repr(found))
-        if self.publish and self.ca_file is not None and self.cert_file is None:
-            what = "a seed among those with certificates needs its own"
-            raise errors.UsageError(what, expected="cert_file= beside publish=True and ca_file=")
-        if self.planner is not None and "://" not in str(self.planner):
-            expected = "http://host:port, https://host:port or etcd://host:port"
-            found = str(self.planner).rpartition("@")[2]  # Before it there may be a password.
-            raise errors.UsageError("planner is not a URL", expected=expected, found=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,28 +118,11 @@ class Options:
                 object.__setattr__(self, name, byte_count(name, value, 0))
         if self.headers is not None:
             object.__setattr__(self, "headers", _checked_headers(self.headers))
-        if self.peer is not None and not isinstance(self.peer, PeerOptions):  # pyright: ignore
-            what, expected = "peer must be an mfload.PeerOptions", "mfload.PeerOptions(…)"
-            raise errors.UsageError(what, expected=expected, found=repr(self.peer))
-        _check_certificate(self)
-        given = {name: getattr(self, name) for name in _CERTIFICATES if getattr(self, name)}
-        peer = self.peer or PeerOptions()
-        if given and not (peer.ca_file or peer.cert_file):
-            object.__setattr__(self, "peer", replace(peer, **given))
+        certificates = {name: getattr(self, name) for name in ("ca_file", "cert_file", "key_file")}
+        if self.peer is not None or any(each is not None for each in certificates.values()):
+            from mfload.peer_options import checked  # Late: a dataclass takes 0.7 ms to import.
 
-
-_CERTIFICATES = ("ca_file", "cert_file", "key_file")
-_PEER_KINDS = {"publish": bool, "checksums": bool, "copy": bool, "address": str}
-
-
-def _check_certificate(given: Options | PeerOptions) -> None:
-    for name in (*_CERTIFICATES, "token_file"):
-        file = getattr(given, name, None)
-        if file is not None and not isinstance(file, str | os.PathLike):
-            what, found = f"{name} is not a path", type(file).__name__
-            raise errors.UsageError(what, expected="the path of a file", found=found)
-    if given.key_file is not None and given.cert_file is None:
-        raise errors.UsageError("key_file= has no certificate", expected="cert_file=")
+            object.__setattr__(self, "peer", checked(self.peer, certificates))
 
 
 def _check_count(name: str, value: object, least: int) -> None:
@@ -232,26 +141,26 @@ def _checked_headers(given: Any) -> tuple[tuple[str, str], ...]:
         what, found = "headers are invalid", type(given).__name__
         raise errors.UsageError(what, expected="{name: value}", found=found) from None
     for name, value in pairs:
-        valid = isinstance(name, str) and _HEADER.fullmatch(name)
+        valid = isinstance(name, str) and re.fullmatch(_HEADER, name)
         if not valid or name.lower() in _OWN_HEADERS:
             # A value may stand in the place of the name.
             what, found = "the header can't be set", name if valid else None
             raise errors.UsageError(what, expected="a name such as Authorization", found=found)
-        if not isinstance(value, str) or not _HEADER_VALUE.fullmatch(value):
+        if not isinstance(value, str) or not re.fullmatch(_HEADER_VALUE, value):
             what = f"the value of the header {name} is invalid"
             raise errors.UsageError(what, expected="printable text in Latin-1, on one line")
     return pairs
 
 
-_HEADER = re.compile(r"[\w!#$%&'*+.^`|~-]+", re.ASCII)
-_HEADER_VALUE = re.compile(r"[\t -~\xa0-\xff]*")
+_HEADER = r"[A-Za-z0-9_!#$%&'*+.^`|~-]+"
+_HEADER_VALUE = r"[\t -~\xa0-\xff]*"
 _OWN_HEADERS = {"accept-encoding", "connection", "content-length", "host", "if-range", "range",
                 "te", "transfer-encoding"}  # fmt: skip
 
 _UNITS = {"": 1}
 for _n, _prefix in enumerate("kmgtp", 1):
     _UNITS[_prefix], _UNITS[f"{_prefix}i"] = 1000**_n, 1024**_n
-_SIZE = re.compile(r"(\d{1,99}(?:\.\d{1,99})?)\s*([kmgtp]?i?)b?", re.IGNORECASE | re.ASCII)
+_SIZE = r"(?ai)(\d{1,99}(?:\.\d{1,99})?)\s*([kmgtp]?i?)b?"
 
 
 def byte_count(name: str, value: Any, least: int) -> int:
@@ -266,7 +175,7 @@ def size(text: str, name: str = "value") -> int:
 
     With a unit it is an `errors.Size`.
     """
-    match = _SIZE.fullmatch(text.strip())
+    match = re.fullmatch(_SIZE, text.strip())
     if match is None or match[2].lower() not in _UNITS:
         raise errors.UsageError(
             f"{name} is not a size", expected="bytes, or a size as 256MiB or 1.5GB", found=text
@@ -279,3 +188,59 @@ def size(text: str, name: str = "value") -> int:
         return nbytes
     shown = prefix if prefix == "k" else prefix[0].upper() + prefix[1:]
     return errors.Size(nbytes, f"{shown}B", unit)
+
+
+class LoadOptions(Options):
+    """The options of a call that has begun.
+
+    Attributes:
+        deadline: When `timeout` has run out.
+        by_host: Whether all arrays pass through host memory.
+    """
+
+    __slots__ = ("by_host", "deadline")
+
+    if TYPE_CHECKING:  # They were sizes and a mapping.
+        max_host_overhead: int | None  # pyright: ignore
+        max_device_overhead: int | None  # pyright: ignore
+        headers: tuple[tuple[str, str], ...] | None  # pyright: ignore
+
+    deadline: Deadline
+    by_host: bool
+
+    def __init__(
+        self, *, deadline: Deadline | None = None, by_host: bool = False, **given: Any
+    ) -> None:
+        super().__init__(**given)
+        object.__setattr__(self, "deadline", deadline or Deadline(None))
+        object.__setattr__(self, "by_host", by_host)
+
+    @classmethod
+    def of(cls, options: Options, **changes: Any) -> LoadOptions:
+        """The fields of valid options, some of them changed, without another check."""
+        made = object.__new__(cls)
+        for name in _FIELDS:
+            value = changes[name] if name in changes else getattr(options, name)
+            object.__setattr__(made, name, value)
+        return made
+
+    def replace(self, **changes: Any) -> LoadOptions:
+        """The same options with some of them changed."""
+        return LoadOptions.of(self, **changes)
+
+
+_FIELDS = (*Options.__dataclass_fields__, *LoadOptions.__slots__)
+_DEFAULT = LoadOptions()
+
+
+def started(options: Options | None, deadline: Deadline | None = None) -> LoadOptions:
+    """The options of a call that begins now, or began with `deadline`."""
+    if options is None:
+        return _DEFAULT.replace(deadline=deadline) if deadline else _DEFAULT
+    if not isinstance(options, Options):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise errors.UsageError(
+            "options must be an mfload.Options",
+            expected="options=mfload.Options(engine=…, threads=…, …)",
+            found=repr(options),
+        )
+    return LoadOptions.of(options, deadline=deadline or Deadline(options.timeout), by_host=False)

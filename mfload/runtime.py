@@ -6,7 +6,6 @@ in a fork; and there are the garbage collector and cores.
 
 from __future__ import annotations
 
-import collections
 import functools
 import gc
 import itertools
@@ -32,49 +31,6 @@ T = TypeVar("T")
 if TYPE_CHECKING:
     import threading
     from queue import SimpleQueue
-    from typing import NamedTuple as NamedTuple
-else:
-    _like = collections.namedtuple("_like", "a b c d e f g h")
-    _GETTERS = [vars(_like)[name] for name in _like._fields]
-
-    @functools.cache
-    def _constructor(count: int) -> Any:
-        """The constructor of tuples of so many fields, which it calls by other names."""
-        names = "".join(f"field{number}, " for number in range(count))
-        return eval(f"lambda cls, {names}: make(cls, ({names}))", {"make": tuple.__new__})
-
-    class _NamedTupleType(type):
-        def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> type:
-            fields = tuple(space.get("__annotations__", ()))
-            if bases:
-                new = _constructor(len(fields))
-                code = new.__code__.replace(
-                    co_varnames=("cls", *fields), co_qualname=f"{name}.__new__"
-                )
-                defaults = tuple(space[field] for field in fields if field in space)
-                space["__new__"] = type(new)(code, new.__globals__, "__new__", defaults)
-                space |= zip(fields, _GETTERS[: len(fields)], strict=True)
-            space |= {"__slots__": (), "_fields": fields, "__match_args__": fields}
-            return super().__new__(cls, name, bases, space)
-
-    class NamedTuple(tuple, metaclass=_NamedTupleType):
-        """`typing.NamedTuple` in a tenth of its time, for what a plain load imports.
-
-        That makes two classes, and compiles a constructor and, twice, the type of each field.
-        """
-
-        def _asdict(self) -> dict[str, Any]:
-            return dict(zip(self._fields, self, strict=True))
-
-        def _replace(self, **changes: Any) -> Any:
-            return type(self)(**{**dict(zip(self._fields, self, strict=True)), **changes})
-
-        def __getnewargs__(self) -> tuple[Any, ...]:
-            return tuple(self)
-
-        def __repr__(self) -> str:
-            pairs = (f"{field}={value!r}" for field, value in self._asdict().items())
-            return f"{type(self).__name__}({', '.join(pairs)})"
 
 
 class Forked:

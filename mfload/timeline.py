@@ -11,9 +11,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from time import perf_counter
-from typing import Any
-
-from mfload.runtime import NamedTuple
+from typing import Any, NamedTuple
 
 MOST = 1024
 """Spans of a thread that are kept; of more, neighbours are merged."""

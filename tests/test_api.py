@@ -298,13 +298,16 @@ def test_a_tree_as_path_names_load_into(tree: Any, framework: Any) -> None:
         mfload.load(tree, framework)
 
 
-def test_options_of_a_call_have_the_fields_of_options() -> None:
-    from mfload.load_options import LoadOptions, started
+def test_options_of_a_call_are_the_options() -> None:
+    from mfload.options import LoadOptions, started
 
-    for name in mfload.Options.__dataclass_fields__:
-        assert getattr(LoadOptions(), name) == getattr(mfload.Options(), name), name
     given = {"threads": 3, "max_host_overhead": "1KiB", "page_cache": "keep"}
-    made = started(mfload.Options(**given))  # type: ignore[arg-type]
-    assert (made.threads, made.max_host_overhead, made.page_cache) == (3, 1024, "keep")
+    options = mfload.Options(**given)  # type: ignore[arg-type]
+    made = started(options)
+    assert made == LoadOptions(**given)
+    for name in mfload.Options.__dataclass_fields__:
+        assert getattr(made, name) == getattr(options, name), name
+    assert started(None) == LoadOptions()
+    assert made.replace(threads=4, by_host=True).by_host
     with pytest.raises(TypeError, match="thread"):
         LoadOptions(thread=3)

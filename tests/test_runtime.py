@@ -3,87 +3,18 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import os
-import pickle
 import re
 import signal
 import threading
 import time
-import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mfload import runtime
-from mfload.runtime import NamedTuple, cores, gc_paused, share_of_cores
-
-
-class Ours(NamedTuple):
-    """Fields, defaults, a property."""
-
-    first: int
-    second: list[Missing] | None  # pyright: ignore  # noqa: F821 - never looked up
-    third: int = 3
-    fourth: str | None = None
-
-    @property
-    def double(self) -> int:
-        return 2 * self.first
-
-
-class Typings(typing.NamedTuple):
-    """The same, of the standard library."""
-
-    first: int
-    second: list[int] | None
-    third: int = 3
-    fourth: str | None = None
-
-
-def _behaviour(kind: Any) -> list[Any]:
-    calls: list[Any] = [
-        lambda: kind(1, None),
-        lambda: kind(1, [2], 5, "x"),
-        lambda: kind(second=None, first=1, fourth="y"),
-        lambda: kind(1, None)._replace(third=7),
-        lambda: kind(1),
-        lambda: kind(1, None, 3, "x", 5),
-        lambda: kind(1, None, fifth=5),
-        lambda: kind(1, None, first=5),
-        lambda: kind(1, None)._replace(fifth=5),
-        lambda: setattr(kind(1, None), "first", 2),
-        lambda: setattr(kind(1, None), "fifth", 2),
-    ]
-    found: list[Any] = [kind._fields, kind.__match_args__]
-    found += [(p.name, p.default) for p in inspect.signature(kind).parameters.values()]
-    for call in calls:
-        try:
-            one = call()
-            assert type(one) is kind
-            found += [tuple(one), one.first, one.fourth, one._asdict()]
-            found.append(repr(one).removeprefix(kind.__name__))
-        except (TypeError, AttributeError, ValueError) as error:
-            # Of a field that isn't there `_replace` says so in another way.
-            found.append(type(error).__name__.replace("ValueError", "TypeError"))
-    return found
-
-
-def test_named_tuples_are_those_of_typing() -> None:
-    assert _behaviour(Ours) == _behaviour(Typings)
-
-
-def test_a_named_tuple_is_a_tuple_without_more() -> None:
-    one = Ours(2, None)
-    assert one == (2, None, 3, None)
-    assert one.double == 4
-    assert not hasattr(one, "__dict__")
-    again = pickle.loads(pickle.dumps(one))
-    assert again == one
-    assert type(again) is Ours
-    with pytest.raises(TypeError, match=r"Ours.__new__\(\) missing 1 required.*'second'"):
-        Ours(1)  # pyright: ignore
+from mfload.runtime import cores, gc_paused, share_of_cores
 
 
 def test_the_collector_waits_and_goes_on() -> None:

@@ -33,8 +33,8 @@ from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
 from mfload.io.direct import DirectReader
 from mfload.io.pread import PreadReader
-from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import execute
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Block, Costs
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request

@@ -22,8 +22,8 @@ from mfload.checking.scan import Advance, check_unchanged, cut, gap, joined
 from mfload.checking.sealing import Seal
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Box, Index, Piece
-from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import stream
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Block
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed

@@ -16,8 +16,7 @@ from mfload.checking.numeric_diff import SAME, Tolerance
 from mfload.checking.scan import throughput
 from mfload.formats import checkpoint
 from mfload.index import Index, Table
-from mfload.load_options import started
-from mfload.options import Options
+from mfload.options import Options, started
 from mfload.planning import selection
 from mfload.planning.selection import Regex
 from mfload.progress import shown

@@ -13,7 +13,7 @@ from mfload.formats import base, checkpoint, discovery, hints, safetensors
 from mfload.formats.checkpoint import Headers, Problem
 from mfload.formats.discovery import CheckpointFiles
 from mfload.formats.strict_json import brief
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.sources import PathOrBytes
 
 _ALIGNED = 64  # Bytes that every framework takes without a copy.
@@ -25,21 +25,18 @@ def inspect(
 ) -> Headers:
     """Reads the headers of a checkpoint and checks them, and the index against them.
 
-    They are read again if a writer replaced the checkpoint meanwhile, as in a load. Raises if there
-    is nothing at the path, several checkpoints lie side by side, or the checkpoint is replaced
-    again and again.
+    Raises if there is nothing at the path, several checkpoints lie side by side, or a writer
+    replaced the checkpoint meanwhile.
     """
-    for left in reversed(range(checkpoint.TRIES)):
-        before = discovery.state(path)
-        try:
-            seen = _inspect(path, options)
-        except (errors.SourceError, errors.FormatError):
-            if left and discovery.state(path) != before:
-                continue
-            raise
-        if not (left and seen.problems and discovery.state(path) != before):
-            return seen
-    raise AssertionError("unreachable")
+    before = discovery.state(path)
+    try:
+        seen = _inspect(path, options)
+    except (errors.SourceError, errors.FormatError):
+        discovery.check_state(path, before)
+        raise
+    if seen.problems:
+        discovery.check_state(path, before)
+    return seen
 
 
 def _inspect(path: PathOrBytes | Sequence[PathOrBytes], options: LoadOptions | None) -> Headers:

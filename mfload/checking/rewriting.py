@@ -28,8 +28,7 @@ from mfload.checking.verify import verify
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
 from mfload.formats.discovery import CheckpointFiles
 from mfload.index import Index
-from mfload.load_options import LoadOptions, started
-from mfload.options import Options
+from mfload.options import LoadOptions, Options, started
 from mfload.planning import selection
 from mfload.planning.selection import Dtypes, Names
 from mfload.progress import Progress, shown

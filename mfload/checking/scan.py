@@ -17,8 +17,8 @@ from mfload.io import route as routing
 from mfload.io.engine import Observer
 from mfload.io.pread import SHOWN
 from mfload.io.route import Leg
-from mfload.load_options import LoadOptions
 from mfload.loading import execute
+from mfload.options import LoadOptions
 from mfload.planning.blocks import Block
 from mfload.planning.memory import too_small
 from mfload.planning.plan import Plan

@@ -14,7 +14,7 @@ from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped, tensor_hash
 from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, FileIdentity, Manifest
 from mfload.checking.scan import Advance, cut, in_turns, scan
-from mfload.load_options import LoadOptions, started
+from mfload.options import LoadOptions, started
 from mfload.planning.blocks import Block
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout

@@ -20,9 +20,8 @@ from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
 from mfload.formats.checkpoint import Headers, Problem
-from mfload.load_options import LoadOptions, started
 from mfload.loading.execute import reader_threads
-from mfload.options import Options
+from mfload.options import LoadOptions, Options, started
 from mfload.planning.blocks import Block
 from mfload.progress import shown
 from mfload.report import Printable, human

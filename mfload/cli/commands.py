@@ -18,7 +18,8 @@ from mfload.cli.output import print_json, print_table, write
 from mfload.cli.spelling import spoken
 from mfload.cli.terminal import bar, remark
 from mfload.errors import check_choice
-from mfload.options import Options, PeerOptions
+from mfload.options import Options
+from mfload.peer_options import PeerOptions
 
 if TYPE_CHECKING:
     from mfload.report import Report

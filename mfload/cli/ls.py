@@ -19,7 +19,7 @@ from mfload.cli.output import print_json, print_table, tell, write
 from mfload.errors import counted, printable
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
-from mfload.load_options import started
+from mfload.options import started
 from mfload.planning.selection import select
 from mfload.report import human
 from mfload.runtime import gc_paused

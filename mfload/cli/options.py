@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from mfload import errors
-from mfload.options import ALLOCATORS, ENGINES, PAGE_CACHES, PeerOptions, size
+from mfload.options import ALLOCATORS, ENGINES, PAGE_CACHES, size
+from mfload.peer_options import PeerOptions
 
 
 def _size(value: Any) -> int:

@@ -27,11 +27,10 @@ from mfload.formats import checkpoint
 from mfload.frameworks import torch_adapter, torch_memory
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Box, Index, TensorInfo
-from mfload.load_options import OVERHEAD, LoadOptions, started
 from mfload.loading.session import Loader, Shared, let_go
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.torch_backend import TorchBackend
-from mfload.options import Options
+from mfload.options import OVERHEAD, LoadOptions, Options, started
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, intersection, shape_of

@@ -11,21 +11,20 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mfload import dtypes, errors, sources
 from mfload.formats import discovery, safetensors
 from mfload.formats.discovery import CheckpointFiles, Opening
 from mfload.formats.strict_json import brief
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
-from mfload.load_options import LoadOptions
-from mfload.runtime import Deadline, NamedTuple, gc_paused
+from mfload.options import LoadOptions
+from mfload.runtime import Deadline, gc_paused
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 
 T = TypeVar("T")
 
-TRIES = 5
 _NAME = attrgetter("name")
 _NO_DTYPE, _NO_PIECE = dtypes.TABLE["U8"], Piece(-1, 0, 0)  # Of what is known by name alone.
 
@@ -386,9 +385,9 @@ def choose(
     Returns the answer, the index, and the source of each file. The index may read more headers
     when it is asked again. Without an index file, all headers are read first.
 
-    They are read again if a writer replaced the checkpoint meanwhile: half of the shards may have
-    been looked at before and half after. Sources notice that, and so do names that do not fit the
-    index. What tells it from damage is that the index changed too.
+    If a writer replaces the checkpoint meanwhile, half of the shards may be looked at before and
+    half after. Sources notice that, and so do names that do not fit the index. What tells it from
+    damage is that the index changed too.
 
     Tensors whose shards exist can be had though other shards are missing. To ask for all of them,
     or for one whose shard is missing, raises ShardNotFoundError. With `missing_ok`, all tensors are
@@ -397,6 +396,7 @@ def choose(
     Raises:
         UsageError: `path` is not a path.
         SourceError: A file is missing or can't be read.
+        SourceChangedError: Files were replaced while their headers were read.
         HeaderError: A header is malformed.
         CheckpointError: The files disagree; one error names all offenders.
         MemoryLimitError: The headers do not fit in memory.
@@ -417,27 +417,24 @@ def choose(
         found = choose(path.located(), options, accepted, missing_ok=missing_ok)
         path.opened = found[1:]
         return found
-    for left in reversed(range(TRIES)):
-        before = discovery.state(path)
-        try:
-            found = discovery.find(path, options, before)
-            if missing_ok or found.placed is None or len(found.files) == 1:
-                index = _whole(found, missing_ok=missing_ok)
-            else:
-                index = ShardedIndex(found, options and options.timeout)
-            files: Any = found.files
-            return ask(index), index, files
-        except (errors.SourceError, errors.FormatError) as error:
-            if left and discovery.state(path) != before:
-                continue
-            if isinstance(error, errors.SourceNotFoundError):
-                from mfload.formats import hints
+    before = discovery.state(path)
+    try:
+        found = discovery.find(path, options, before)
+        if missing_ok or found.placed is None or len(found.files) == 1:
+            index = _whole(found, missing_ok=missing_ok)
+        else:
+            index = ShardedIndex(found, options and options.timeout)
+        files: Any = found.files
+        return ask(index), index, files
+    except (errors.SourceError, errors.FormatError) as error:
+        discovery.check_state(path, before)
+        if isinstance(error, errors.SourceNotFoundError):
+            from mfload.formats import hints
 
-                hints.explain_path(error, path)
-            raise
-        except MemoryError as error:
-            raise _no_memory(error, sources.shown(path)) from None
-    raise AssertionError("unreachable")
+            hints.explain_path(error, path)
+        raise
+    except MemoryError as error:
+        raise _no_memory(error, sources.shown(path)) from None
 
 
 def _no_memory(error: MemoryError, name: str | None) -> MemoryError:

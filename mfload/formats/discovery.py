@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mfload import errors, sources
 from mfload.formats.safetensors import INDEX_SUFFIX, SUFFIX, read_index
 from mfload.formats.strict_json import brief
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
 
@@ -181,6 +181,16 @@ def state(path: PathOrBytes | Sequence[PathOrBytes]) -> State | None:
         return listed, [_VERSION(os.stat(os.path.join(name, each))) for each in looked]
     except (OSError, ValueError):
         return None
+
+
+def check_state(path: PathOrBytes | Sequence[PathOrBytes], before: State | None) -> None:
+    """Raises SourceChangedError if the files are not those of an earlier `state`."""
+    if state(path) != before:
+        raise errors.SourceChangedError(
+            "the files were replaced while their headers were read",
+            file=sources.shown(path),
+            expected="no writer meanwhile; load again",
+        )
 
 
 def _listed(directory: str) -> list[str]:

@@ -7,16 +7,15 @@ import functools
 import re
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
 from mfload import dtypes, errors
 from mfload.dlpack import View, array_at
 from mfload.dtypes import DType
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.request import HOST, Allocation, Owner, Request
-from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.cuda.device import Device

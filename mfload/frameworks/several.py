@@ -13,7 +13,7 @@ from mfload import errors
 from mfload.dlpack import View
 from mfload.frameworks.base import Adapter, Lent, Pool
 from mfload.io import buffers
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.planning.selection import Rules
 

@@ -20,7 +20,7 @@ from mfload import errors
 from mfload.dlpack import View, capsule, data_address
 from mfload.frameworks import base
 from mfload.frameworks.traits import TRAITS
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.request import Allocation, Owner, Request
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ to plan a load into host memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from mfload.dtypes import NARROW
 from mfload.frameworks.base import COMMON, NAMES, Adapter, Form, forms
-from mfload.runtime import NamedTuple
 
 _FLOAT8 = ("F8_E4M3", "F8_E5M2")
 _WIDE = {name: kind for name, kind in NAMES.items() if not name.startswith("F6_")}

@@ -14,14 +14,14 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from mfload import errors
 from mfload.io import route
 from mfload.io.uring import Uring
-from mfload.runtime import Crew, Forked, NamedTuple, share_of_cores
+from mfload.runtime import Crew, Forked, share_of_cores
 from mfload.sources.base import ClosedAtEnd, Handle, Source
 
 Engine = Literal["auto", "io_uring", "threads"]

@@ -8,9 +8,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from mfload.io import buffers
-from mfload.runtime import NamedTuple, local_processes
+from mfload.runtime import local_processes
 from mfload.sources import check_engine
 from mfload.sources.base import Source
 

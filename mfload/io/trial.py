@@ -7,9 +7,7 @@ faster or slower than through it. So a load measures each way with the first byt
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import TypeVar
-
-from mfload.runtime import NamedTuple
+from typing import NamedTuple, TypeVar
 
 BEGIN = 4
 """Readers past the page cache to begin with."""

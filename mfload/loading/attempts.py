@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from mfload import errors, sources
-from mfload.options import Options, PeerOptions
+from mfload.options import Options
+from mfload.peer_options import PeerOptions
 from mfload.report import Report, cleared, human
 
 Prefer = Literal["path", "fallback"]

@@ -19,9 +19,9 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Columns, Index, TensorInfo
 from mfload.io import buffers, route
 from mfload.io.pread import FETCHED, PreadReader, fetch
-from mfload.load_options import started
 from mfload.loading import execute
 from mfload.loading.session import MAX_RANK, Loader, Shared, let_go
+from mfload.options import started
 from mfload.planning import extents
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows

@@ -18,7 +18,7 @@ from mfload.cuda.device import Rows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.frameworks.base import Adapter
 from mfload.io.route import Leg
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning import extents
 from mfload.planning.blocks import Copy
 from mfload.planning.layout import DEVICE_ALIGNMENT

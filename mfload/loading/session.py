@@ -21,9 +21,9 @@ from mfload.frameworks.base import Adapter, Lent
 from mfload.index import Index
 from mfload.io import buffers, route as routing
 from mfload.io.engine import Observer
-from mfload.load_options import LoadOptions
 from mfload.loading import allocate, execute
 from mfload.loading.execute import Advance
+from mfload.options import LoadOptions
 from mfload.planning import memory as limits
 from mfload.planning.layout import DEVICE_ALIGNMENT
 from mfload.planning.memory import Limits, Readers

@@ -14,8 +14,8 @@ from mfload.dlpack import View
 from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.io import buffers
-from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading.session import Loader, Shared, check, let_go, wanted_bytes
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.request import Request, names
 from mfload.progress import Progress, shown
 from mfload.report import Report

@@ -10,7 +10,7 @@ from mfload import errors, frameworks
 from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter
 from mfload.index import Box, TensorInfo
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.request import Request, box_of
 from mfload.planning.slicing import Selection, boxed
 from mfload.runtime import Deadline, gc_paused

@@ -18,9 +18,9 @@ from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, lend, references, wait_for_release
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
-from mfload.load_options import LoadOptions
 from mfload.mesh import jax_processes, jax_specs
 from mfload.mesh.base import MeshBackend, Share, Whole
+from mfload.options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.runtime import Deadline
 

@@ -20,12 +20,12 @@ import numpy as np
 from mfload import errors
 from mfload.index import Box, Index, TensorInfo
 from mfload.io.engine import Observer
-from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import session
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.mesh.base import MeshBackend, Requests, Share, TensorShares, Whole
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.request import HOST, Request
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown

@@ -23,11 +23,11 @@ from mfload.frameworks import base as adapters, paddle_adapter, private_api
 from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
-from mfload.load_options import LoadOptions
 from mfload.mesh import specs
 from mfload.mesh.base import MeshBackend, Share, Transport, Whole
 from mfload.mesh.device_link import DeviceLink
 from mfload.mesh.link import Pieces
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 

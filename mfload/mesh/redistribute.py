@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from mfload import errors
 from mfload.cuda.staging import DEPTH
 from mfload.io import buffers, pread
-from mfload.load_options import OVERHEAD
 from mfload.loading import execute
 from mfload.loading.session import Filled, Loader, Session
 from mfload.mesh import agree
@@ -24,6 +23,7 @@ from mfload.mesh.agree import ProcessGroup
 from mfload.mesh.base import Requests
 from mfload.mesh.link import Link, Pieces
 from mfload.mesh.schedule import HEADER, ROW, Parcel, Schedule, batches, make_schedule
+from mfload.options import OVERHEAD
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import Place, Plan, make_plan
 from mfload.planning.request import Request

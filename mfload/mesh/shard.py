@@ -10,9 +10,9 @@ from typing import Any
 from mfload import errors, frameworks
 from mfload.dtypes import DType
 from mfload.frameworks.several import MeshAdapter
-from mfload.load_options import LoadOptions
 from mfload.mesh import base, specs
 from mfload.mesh.base import Share, TensorShares, Whole
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 
 Shape = tuple[int, ...]

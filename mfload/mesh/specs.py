@@ -8,7 +8,7 @@ from typing import Any
 from mfload import errors
 from mfload.dtypes import DType
 from mfload.errors import counted
-from mfload.load_options import UNMATCHED
+from mfload.options import UNMATCHED
 from mfload.planning.request import Request
 from mfload.planning.selection import Rules
 

@@ -24,10 +24,10 @@ from mfload.errors import counted
 from mfload.frameworks import tensorflow_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.io import buffers
-from mfload.load_options import LoadOptions
 from mfload.mesh import specs
 from mfload.mesh.base import MeshBackend, Share, Transport, Whole
 from mfload.mesh.device_link import DeviceLink
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 

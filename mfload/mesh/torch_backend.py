@@ -28,10 +28,10 @@ from mfload.frameworks import base as adapters, private_api, torch_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
-from mfload.load_options import LoadOptions
 from mfload.mesh import specs
 from mfload.mesh.base import MeshBackend, Share, Transport, Whole
 from mfload.mesh.link import Link, Pieces
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, start
 

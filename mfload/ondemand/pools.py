@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from mfload.errors import counted
 from mfload.io import buffers
 from mfload.ondemand.cache import SlotCache, checked_wait, patience
 from mfload.ondemand.store import Part, Slots, Store
-from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:

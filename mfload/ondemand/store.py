@@ -23,11 +23,11 @@ import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mfload import errors, frameworks, load_options
+from mfload import errors, frameworks
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.formats import checkpoint
@@ -37,14 +37,13 @@ from mfload.io.gather import Engine, Reads, open_gather
 from mfload.loading import session
 from mfload.ondemand.background import Background
 from mfload.ondemand.report import OndemandReport
+from mfload.options import Options, started
 from mfload.planning.request import Request
-from mfload.runtime import NamedTuple
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
     from mfload.io.buffers import Bytes
     from mfload.ondemand.cache import Numbers
-    from mfload.options import Options
     from mfload.sources import PathOrBytes
 
 _ENGINES = ("auto", "pread", "direct")
@@ -102,7 +101,7 @@ class Store(ClosedAtEnd):
         options: Options | None = None,
         gather: Engine = "auto",
     ) -> None:
-        given = load_options.started(options)
+        given = started(options)
         errors.check_choice("engine", given.engine, _ENGINES)
         errors.check_choice("allocator", given.allocator, ("auto", "mfload"))
         self.adapter = frameworks.get(framework, "cpu").uncommitted()

@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 from mfload import dtypes, errors, sources
 from mfload.index import Box, Columns, Piece, TensorInfo
-from mfload.load_options import LoadOptions
-from mfload.options import PeerOptions
+from mfload.options import LoadOptions
 from mfload.peer import leases, security, source as reading
 from mfload.peer.client import Client
 from mfload.peer.manifest import BLOCK, DIGITS, NAME, Entry, Fragment, Manifest
 from mfload.peer.planner import Planner
 from mfload.peer.security import split_address
 from mfload.peer.source import PeerSource
+from mfload.peer_options import PeerOptions
 from mfload.stored import Stored
 
 _URL = re.compile(r"peer://([^/?#]*)/([^@?#]+)(?:@([^?#]+))?")

@@ -8,7 +8,7 @@ import re
 import socket
 
 from mfload import errors
-from mfload.options import PeerOptions
+from mfload.peer_options import PeerOptions
 from mfload.sources.tls import Tls
 
 _TOKEN = re.compile(r"[!-~]{8,512}")

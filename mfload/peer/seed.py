@@ -22,7 +22,6 @@ from mfload.formats import strict_json
 from mfload.frameworks import private_api
 from mfload.index import Box
 from mfload.mesh import base as meshes
-from mfload.options import PeerOptions
 from mfload.peer import fragments, manifest as manifests, transports as ways
 from mfload.peer.checkpoint import PeerUrl
 from mfload.peer.data import Data, hasher
@@ -31,6 +30,7 @@ from mfload.peer.manifest import Entry, Fragment, Manifest
 from mfload.peer.planner import Planner, SeedRecord, here
 from mfload.peer.security import Tls, check_exposure, credentials, resolved
 from mfload.peer.server import Reply, Request, Server, text
+from mfload.peer_options import PeerOptions
 from mfload.report import human
 from mfload.runtime import Forked
 from mfload.trees import outline

@@ -19,11 +19,10 @@ from mfload.errors import counted
 from mfload.formats import checkpoint
 from mfload.frameworks import base, numpy_adapter
 from mfload.index import TensorInfo
-from mfload.load_options import started
 from mfload.loading.session import Loader
 from mfload.loading.stream import Unwrapped
 from mfload.mesh import specs
-from mfload.options import Options
+from mfload.options import Options, started
 from mfload.peer.fragments import Held
 from mfload.peer.seed import Seed
 from mfload.planning import request as requesting, slicing

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mfload import errors
-from mfload.options import PeerOptions
 from mfload.peer import manifest as manifests, security, transports
 from mfload.peer.client import Client
 from mfload.peer.data import hasher, overlap, take
 from mfload.peer.manifest import BLOCK, DIGITS, Manifest
 from mfload.peer.transports import Remote, Way
+from mfload.peer_options import PeerOptions
 from mfload.runtime import forget_in_forks
 from mfload.sources.base import ClosedAtEnd, shrunk
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mfload.runtime import NamedTuple
 from mfload.sources.base import Costs as Costs
 
 if TYPE_CHECKING:

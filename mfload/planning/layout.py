@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload.dtypes import DType
 from mfload.planning.request import Allocation, Request
-from mfload.runtime import NamedTuple
 
 BUFFER = 64 << 20
 """Bytes a buffer at most, so that no small tensor keeps much memory alive; a page that leads

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import TypeVar
 
 from mfload import errors
-from mfload.load_options import OVERHEAD, LoadOptions
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Costs
 from mfload.planning.request import Allocation, Request, WholeTensors, sizes
 

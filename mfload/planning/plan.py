@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from mfload.planning.blocks import Block, Costs
 from mfload.planning.layout import FEW, BufferSpec, Layout, Packed
 from mfload.planning.reads import NoReads, Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
-from mfload.runtime import NamedTuple
 
 _NBYTES = attrgetter("nbytes")
 _PLACE = itemgetter(0, 1)  # Source and first byte.

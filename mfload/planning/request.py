@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 from mfload import errors
 from mfload.dtypes import DType
 from mfload.index import Box, Columns, TensorInfo
-from mfload.runtime import NamedTuple
 
 if TYPE_CHECKING:
     from mfload.planning.slicing import Selection

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeGuard
 
 from mfload import errors
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.runtime import start
 from mfload.sources.base import Source, redacted
 from mfload.sources.local import LocalFile

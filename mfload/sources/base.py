@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from mfload import errors
-from mfload.runtime import NamedTuple
 
 _ONE_HOST = r"(\[[0-9a-fA-F:.]*\]|[^:,\[\]]*)(:\d*)?"
 _HOST = rf"{_ONE_HOST}(,{_ONE_HOST})*"

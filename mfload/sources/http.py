@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
 from mfload import errors
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
 from mfload.sources.connections import Pool, from_netrc, proxy_of
 from mfload.sources.tls import Tls, mismatch

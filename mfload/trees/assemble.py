@@ -25,12 +25,12 @@ from mfload.frameworks.jax_memory import Uncommitter, laid_out
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Index
 from mfload.io import buffers
-from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import Share, TensorShares, Whole
 from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives, moved
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning import request
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, U
 from mfload import errors, frameworks, sources as places
 from mfload.dtypes import DTypeLike
 from mfload.formats import checkpoint
-from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.loading import attempts
 from mfload.loading.session import let_go
-from mfload.options import Options
+from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, started
 from mfload.planning.selection import Names, Regex
 from mfload.progress import Progress, shown
 from mfload.report import Report, cleared

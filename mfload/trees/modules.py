@@ -29,14 +29,13 @@ from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Box, TensorInfo
 from mfload.io import buffers
-from mfload.load_options import OVERHEAD, LoadOptions, started
 from mfload.loading import session
 from mfload.loading.allocate import check_host
 from mfload.loading.execute import Advance
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import MeshBackend, Share, TensorShares, Whole
-from mfload.options import Options
+from mfload.options import OVERHEAD, LoadOptions, Options, started
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import shape_of

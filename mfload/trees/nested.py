@@ -9,8 +9,8 @@ from mfload import errors
 from mfload.formats import structure
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Index, TensorInfo
-from mfload.load_options import LoadOptions
 from mfload.loading.session import Loader
+from mfload.options import LoadOptions
 from mfload.planning import selection
 from mfload.planning.request import Request
 from mfload.planning.selection import Names

@@ -14,9 +14,9 @@ import numpy as np
 from mfload import errors
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Index
-from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading.session import Loader
 from mfload.mesh import base
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, transposed

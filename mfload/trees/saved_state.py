@@ -17,7 +17,7 @@ import numpy as np
 from mfload import dtypes, errors
 from mfload.formats import structure
 from mfload.index import Columns, Index, Piece, Table, TensorInfo
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.selection import Names
 from mfload.sources.base import Source
 from mfload.stored import Stored

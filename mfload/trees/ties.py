@@ -11,8 +11,8 @@ from collections.abc import Iterable, Sequence
 from mfload import errors
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Box, Index
-from mfload.load_options import LoadOptions
 from mfload.loading.session import Loader
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed
 from mfload.sources.base import Source

@@ -19,7 +19,7 @@ from mfload.checking import scan as scanning
 from mfload.checking.scan import cut, in_turns, joined, scan, scan_ranges
 from mfload.index import Piece
 from mfload.io import buffers, engine as engines, probes
-from mfload.load_options import started
+from mfload.options import started
 from mfload.planning.blocks import Block
 from mfload.sources.local import LocalFile
 

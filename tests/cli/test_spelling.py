@@ -18,7 +18,7 @@ ROOT = Path(mfload.__file__).parent
 # What no command reaches: meshes, trees, lazy tensors, streams, arrays to save, and what programs
 # alone give.
 _PROGRAMS = (
-    "mesh/", "trees/", "compat/", "misuse.py", "bench/", "api.py", "load_options.py", "report.py",
+    "mesh/", "trees/", "compat/", "misuse.py", "bench/", "api.py", "options.py", "report.py",
     "loading/lazy", "loading/stream", "loading/attempts.py", "saving/export.py", "dtypes.py",
     "saving/together.py", "saving/save.py", "formats/steps.py", "formats/orbax.py", "packed.py",
     "frameworks/jax_adapter.py", "planning/request.py", "ondemand/",

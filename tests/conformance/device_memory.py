@@ -30,8 +30,8 @@ from mfload.dlpack import View
 from mfload.frameworks.base import Adapter
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
-from mfload.load_options import LoadOptions
 from mfload.loading import session
+from mfload.options import LoadOptions
 from mfload.planning import request as planning
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
 from mfload.planning.request import Allocation, Request

@@ -19,10 +19,10 @@ import safetensors.numpy
 from mfload import errors
 from mfload.formats import checkpoint
 from mfload.index import Box
-from mfload.load_options import LoadOptions
 from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.mesh.base import MeshBackend, Store, TensorShares, Whole
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 

@@ -15,7 +15,7 @@ from mfload.cuda.memory import DeviceBuffer
 from mfload.dlpack import View
 from mfload.frameworks import base
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.load_options import LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.request import Allocation, Request
 
 SLOW = bool(os.environ.get("MFLOAD_SLOW"))

@@ -30,8 +30,8 @@ from mfload.cuda.gds import Verdict
 from mfload.formats import checkpoint
 from mfload.io import buffers, probes
 from mfload.io.subprocess_probe import Answer
-from mfload.load_options import LoadOptions
 from mfload.loading import session
+from mfload.options import LoadOptions
 from mfload.planning.blocks import Block, Copy, Segment
 from mfload.planning.request import Request
 from mfload.planning.slicing import select

@@ -34,9 +34,9 @@ from mfload.formats import checkpoint
 from mfload.frameworks import base
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.io import buffers, probes, route as routing
-from mfload.load_options import LoadOptions
 from mfload.loading import allocate, lazy
 from mfload.loading.session import Loader
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
 from mfload.sources.local import OpenFile

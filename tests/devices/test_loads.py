@@ -32,8 +32,8 @@ from mfload.frameworks import base
 from mfload.frameworks.base import Pool
 from mfload.frameworks.several import SeveralAdapter
 from mfload.io import buffers
-from mfload.load_options import LoadOptions
 from mfload.loading import session
+from mfload.options import LoadOptions
 from mfload.planning import plan as planning
 from mfload.planning.request import Request
 from mfload.planning.slicing import select

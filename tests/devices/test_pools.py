@@ -20,8 +20,8 @@ import mfload
 from mfload.checking.checksums import ManifestCheck
 from mfload.cuda import engine, staging
 from mfload.formats import checkpoint
-from mfload.load_options import LoadOptions
 from mfload.loading import session
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
 from mfload.runtime import Deadline

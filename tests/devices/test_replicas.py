@@ -24,8 +24,8 @@ from mfload.cuda.cupy_device import CupyDevice
 from mfload.dtypes import TABLE
 from mfload.formats import checkpoint
 from mfload.io import buffers
-from mfload.load_options import LoadOptions
 from mfload.loading import session
+from mfload.options import LoadOptions
 from mfload.planning.blocks import Block, Segment
 from mfload.planning.request import Request
 from mfload.planning.slicing import select

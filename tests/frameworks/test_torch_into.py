@@ -29,7 +29,7 @@ from mfload import errors
 from mfload.compat.dcp import HuggingFaceReader
 from mfload.frameworks import torch_memory
 from mfload.io import buffers, pread, probes
-from mfload.load_options import OVERHEAD
+from mfload.options import OVERHEAD
 from mfload.trees import modules
 from mfload.trees.torch_modules import TorchModule
 

@@ -17,8 +17,8 @@ from mfload.dtypes import TABLE
 from mfload.formats.crc32c import crc32c
 from mfload.index import Piece, TensorInfo
 from mfload.io.decode import Unfinished
-from mfload.load_options import LoadOptions
 from mfload.loading import execute
+from mfload.options import LoadOptions
 from mfload.planning.layout import BufferSpec
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request

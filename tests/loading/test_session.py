@@ -23,8 +23,8 @@ from mfload.frameworks.base import Form
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers, probes
-from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import execute
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.memory import Limits, Readers
 from mfload.planning.request import Allocation, Request
 

@@ -15,9 +15,9 @@ from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Box
-from mfload.load_options import LoadOptions
 from mfload.mesh.base import Share, Store, Whole
 from mfload.mesh.link import Link
+from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.planning.selection import Rules
 from mfload.runtime import Deadline

@@ -9,9 +9,9 @@ import pytest
 
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
-from mfload.load_options import LoadOptions
 from mfload.mesh import load
 from mfload.mesh.base import Share, TensorShares, requests
+from mfload.options import LoadOptions
 from mfload.planning.slicing import Axis
 from mfload.runtime import Deadline
 from mfload.sources.base import Costs

@@ -17,7 +17,6 @@ from hypothesis import assume, given, settings, strategies as st
 import mfload
 from mfload import dtypes, errors
 from mfload.index import Box, Piece, TensorInfo
-from mfload.load_options import LoadOptions
 from mfload.mesh import (
     agree,
     base as mesh_base,
@@ -26,6 +25,7 @@ from mfload.mesh import (
     schedule as schedules,
 )
 from mfload.mesh.schedule import Parcel, Schedule, make_schedule
+from mfload.options import LoadOptions
 from mfload.planning.plan import Place
 from mfload.planning.request import Request, box_of
 from mfload.planning.slicing import boxed, intersection

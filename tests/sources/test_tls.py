@@ -20,7 +20,7 @@ from serving import own
 
 import mfload
 from mfload import errors
-from mfload.load_options import started
+from mfload.options import started
 from mfload.sources import http, tls
 
 MODEL = {"w": np.arange(6, dtype=np.float32)}

@@ -21,10 +21,9 @@ from mfload.formats import checkpoint, safetensors
 from mfload.frameworks.base import ROWS
 from mfload.io import route
 from mfload.io.mapped import bring_in, map_file
-from mfload.load_options import started
 from mfload.loading.lazy import LazyCheckpoint, TensorSlice
 from mfload.loading.session import MAX_RANK
-from mfload.options import Options
+from mfload.options import Options, started
 from mfload.sources.memory import MemorySource
 
 _Base: Any = Exception
