@@ -153,6 +153,15 @@ class Columns(Sequence[TensorInfo]):
         self.offsets.extend(more.offsets)
         self.nbytes.extend(more.nbytes)
 
+    def shorten(self, count: int) -> list[TensorInfo]:
+        """Takes away all tensors but the first `count`, and returns them."""
+        gone = list(self[count:])
+        for number in range(count, len(self)):
+            self.others.pop(number, None)
+        for column in (self.names, self.kind, self.sources, self.offsets, self.nbytes):
+            del column[count:]
+        return gone
+
     @overload
     def __getitem__(self, number: int) -> TensorInfo: ...
     @overload

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import operator
 import os
 import sys
 import time
@@ -148,10 +149,18 @@ class _Queues:
         self.idle: deque[SimpleQueue[Task[Any] | None]] = deque()
         self.closed = False
 
+    def hand(self, task: Task[Any] | None) -> None:
+        """Gives one that waits a task, or None to end it; raises IndexError if none waits.
+
+        Without a line in between, where an interrupt would leave a thread that no one knows.
+        """
+        next(map(operator.methodcaller("put", task), map(deque.pop, [self.idle])))
+
     def close(self) -> None:
         self.closed = True
-        while self.idle:
-            self.idle.pop().put(None)
+        with suppress(IndexError):
+            while True:
+                self.hand(None)
 
     def work(self, mine: SimpleQueue[Task[Any] | None]) -> None:
         while (task := mine.get()) is not None:
@@ -178,13 +187,13 @@ class Crew:
             self._queues, self._forked = _Queues(), Forked()
         task, queues = Task(call), self._queues
         try:
-            mine = queues.idle.pop()
+            queues.hand(task)
         except IndexError:
             from queue import SimpleQueue
 
-            mine = SimpleQueue()
+            mine: SimpleQueue[Task[Any] | None] = SimpleQueue()
+            mine.put(task)  # First: an interrupt may come when the thread has begun.
             start(functools.partial(queues.work, mine))
-        mine.put(task)
         return task
 
     def share(self, work: Callable[[int], object], count: int, threads: int) -> None:
@@ -195,17 +204,17 @@ class Crew:
         """
         numbers, failed, under_way = itertools.count(), list[Any](), set[int]()
 
-        def take() -> None:
+        def take(mine: set[int] = under_way) -> None:
             while (number := next(numbers)) < count:
                 try:
-                    under_way.add(number)
+                    mine.add(number)
                     if failed:
                         break
                     work(number)
                 except BaseException as error:  # noqa: BLE001 - raised by the caller
                     failed.append(error)
                 finally:
-                    under_way.discard(number)
+                    mine.discard(number)
 
         running: list[Task[None]] = []
         begun = False
@@ -216,7 +225,7 @@ class Crew:
                     with suppress(RuntimeError):  # The system gives no more threads.
                         for _ in range(min(count, threads) - 1):
                             running.append(self.start(take))
-                    take()
+                    take(set())  # An interrupt, even of the last line, ends what is begun here.
                 for each in running:
                     each.join()
                 while under_way:  # Of a thread whose start was interrupted.

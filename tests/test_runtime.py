@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import itertools
+import linecache
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -163,6 +168,61 @@ def test_a_fork_waits_for_no_task_of_its_parent() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert not forked
     assert task.result() is True
+
+
+@pytest.mark.parametrize("again", [None, 1, 4])
+def test_a_crew_that_is_interrupted_at_any_line_ends_and_loses_no_thread(again: int | None) -> None:
+    """`again`: so many lines later it is interrupted once more."""
+    crew, returned, late = runtime.Crew(), [False], list[int]()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def work(number: int) -> None:
+        time.sleep(0.001)
+        late.extend([number] if returned[0] else [])
+
+    def interrupted(line: int) -> str | None:
+        """Where a call was; None if it has fewer lines."""
+        lines, at = itertools.count(1), list[str]()
+
+        def trace(frame: FrameType, event: str, _: Any) -> Any:
+            if frame.f_code.co_filename != runtime.__file__:
+                return None
+            text = linecache.getline(runtime.__file__, frame.f_lineno).strip()
+            # At a `try` the interpreter handles no signal.
+            if event == "line" and text != "try:" and next(lines) in (line, line + (again or 0)):
+                at.append(f"{frame.f_code.co_qualname}: {text}")
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        returned[0] = False
+        sys.settrace(trace)
+        try:
+            crew.share(work, 5, 3)
+        except KeyboardInterrupt:
+            assert at
+        finally:
+            sys.settrace(None)
+            returned[0] = True
+        return at[0] if at else None
+
+    try:
+        for line in itertools.count(1):
+            if (at := interrupted(line)) is None:
+                break
+            end = time.monotonic() + 10
+            while (waiting := len(crew._queues.idle)) != _of_crews() and time.monotonic() < end:
+                time.sleep(0.001)
+            assert waiting == _of_crews(), at
+        assert line > 50
+    finally:
+        signal.signal(signal.SIGINT, before)
+        crew.close()
+    assert not late
+
+
+def _of_crews() -> int:
+    """Threads of crews that live."""
+    return sum(thread.name == "mfload-reader" for thread in threading.enumerate())
 
 
 def test_an_error_of_a_service_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,8 @@ MAX_VALUES = 4_000_000
 """Keys, leaves, maps and lists of a file, of arrays their shapes too."""
 
 MAX_BYTES = 100_000_000
-"""Of strings and of bytes that are not an array's: as many as a safetensors header may have."""
+"""Of strings, of bytes that are not an array's, and of names, which repeat the keys on their paths:
+as many as a safetensors header may have."""
 
 _WINDOW = 64 << 10
 _MAX_RANK = 255
@@ -166,11 +167,15 @@ class _Walk:
             self._window, self._start = self._file.read(offset, length), offset
         return self._window[offset - self._start : self.at - self._start]
 
-    def _text(self, nbytes: int) -> bytes:
+    def _count(self, nbytes: int) -> None:
+        """Counts bytes that are kept beside the arrays."""
         self._bytes += nbytes
         if self._bytes > MAX_BYTES:
-            what = "strings and bytes beside the arrays are over the limit"
+            what = "strings, bytes and names beside the arrays are over the limit"
             raise self.bad(what, f"at most {errors.amount(MAX_BYTES)}", errors.amount(self._bytes))
+
+    def _text(self, nbytes: int) -> bytes:
+        self._count(nbytes)
         return self._take(nbytes)
 
     def _head(self) -> tuple[str, Any]:
@@ -273,7 +278,8 @@ class _Walk:
             key, begin = window[first:stop], stop + len(raw)
             if not (0xA0 <= window[at] <= 0xBF and key.isascii()) or begin + nbytes > end:
                 break
-            name, values, strings = key.decode(), self._values + more, self._bytes + also + len(key)
+            name, values = key.decode(), self._values + more
+            strings = self._bytes + also + len(key) + len(prefix) + len(key)
             if name in made or values > MAX_VALUES or strings > MAX_BYTES:
                 break
             self._values, self._bytes, at = values, strings, begin + nbytes
@@ -312,7 +318,7 @@ class _Walk:
             kind, size = self.columns.kind[-1], self.columns.nbytes[-1]
             if len(self.columns) - 1 not in self.columns.others:
                 raw = self._window[begin - self._start : self.at - size - self._start]
-                counts = self._values - values, self._bytes - strings
+                counts = self._values - values, self._bytes - strings - len(made)
                 self._heads[raw[:_FIRST]] = _Head(raw, kind, size, *counts)
         return made
 
@@ -341,6 +347,7 @@ class _Walk:
     ) -> structure.TensorName:
         """Adds an array, named by the keys on its path."""
         name = ".".join(self._path) if self._path else self._top
+        self._count(len(name))
         self.columns.extend(Columns.of([TensorInfo(name, dtype, shape, pieces)]))
         return structure.TensorName(name)
 
@@ -359,9 +366,8 @@ class _Walk:
         chunks = self._numbered(parts["chunks"])
         if not chunks or not all(isinstance(each, structure.TensorName) for each in chunks):
             raise self.bad(what, "chunks that are arrays", brief(chunks))
-        rows = {row.name: row for row in self.columns[first:]}
+        rows = {row.name: row for row in self.columns.shorten(first)}
         chunks = [rows[name] for name in chunks]
-        self.columns = self.columns[:first]
         dtype, pieces, start = chunks[0].dtype, list[Piece](), 0
         for each in chunks:
             if each.dtype != dtype or len(each.shape) != 1:

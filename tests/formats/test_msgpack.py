@@ -24,6 +24,7 @@ from hypothesis import example, given, strategies as st
 import mfload
 from mfload import errors
 from mfload.formats import msgpack as reader, structure
+from mfload.index import Columns
 from mfload.sources.memory import MemorySource
 
 _DTYPES = [
@@ -297,6 +298,34 @@ def test_counts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(errors.HeaderError, match="over the limit"):
         reader.read(MemorySource(pack({"a": b"x" * 60, "b": "y" * 60})))
     reader.read(MemorySource(pack({"a": np.zeros(1000)})))
+
+
+@pytest.mark.parametrize("leaf", ["alike", "other", "chunked"])
+def test_names_that_repeat_a_long_key_are_bounded(
+    monkeypatch: pytest.MonkeyPatch, leaf: str
+) -> None:
+    """A megabyte of a key and a thousand arrays below it would make a gigabyte of names."""
+    monkeypatch.setattr(reader, "MAX_BYTES", 10_000)
+    made = {str(n): np.zeros(n if leaf == "other" else 3, np.float32) for n in range(30)}
+    if leaf == "chunked":
+        made = chunked(np.zeros(90, np.float32), 3)
+    tree_of(pack({"x" * 100: made}))
+    with pytest.raises(errors.HeaderError, match="names beside the arrays are over the limit"):
+        reader.read(MemorySource(pack({"x" * 1000: made})))
+
+
+def test_the_work_grows_with_the_chunked_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied, take = [0], Columns.take
+
+    def counted(columns: Columns, numbers: Any) -> Columns:
+        copied[0] += len(numbers)
+        return take(columns, numbers)
+
+    monkeypatch.setattr(Columns, "take", counted)
+    one = chunked(np.arange(3), 3)
+    columns, _ = reader.read(MemorySource(pack({str(n): one for n in range(100)})))
+    assert [*columns.names] == [str(n) for n in range(100)]
+    assert copied[0] <= 100
 
 
 def test_every_truncation_is_told(tmp_path: Path) -> None:
