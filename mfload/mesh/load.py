@@ -344,8 +344,8 @@ def _exchange(
         # Results wait in host memory until they are copied to a device that is not the host.
         straight = link.device or backend.platform() == "cpu"
         limit = math.inf if straight else options.max_host_overhead or OVERHEAD
-        given = requests, loader, group, link, width, limit, report, advance
-        return redistribute.load(*given), why
+        exchange = redistribute.Exchange(loader, group, link, width, limit, advance)
+        return exchange.load(requests, report), why
     finally:
         link.close()
 
