@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from mfload.loading.lazy import LazyCheckpoint
     from mfload.loading.preview import Preview
     from mfload.loading.stream import Stream
-    from mfload.mesh.base import MeshBackend
-    from mfload.mesh.load import Chosen
+    from mfload.mesh.load import Chosen, MeshCall
     from mfload.options import Options
     from mfload.planning.selection import Dtypes, Names, Regex
     from mfload.progress import Progress
@@ -242,18 +241,9 @@ def load(
         from mfload.mesh import load as mesh_load
 
         given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
-        choose, backend, deadline = _together(*given, report, options)
-        return mesh_load.load(
-            choose,
-            backend,
-            mesh,
-            shardings,
-            unmatched,
-            deadline,
-            report=report,
-            progress=progress,
-            check=None if verify is None else partial(_manifest_check, verify, deadline),
-        )
+        made = _on_mesh(*given, report, options)
+        check = None if verify is None else partial(_manifest_check, verify, made.deadline)
+        return mesh_load.load(made, progress=progress, check=check)
     start = time.perf_counter()
     if report is not None:
         from mfload.report import cleared
@@ -435,9 +425,7 @@ def stream(
         from mfload.mesh import stream as mesh_stream
 
         given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
-        choose, backend, deadline = _together(*given, report, options, order)
-        how = mesh, shardings, unmatched
-        return mesh_stream.stream(choose, backend, *how, deadline, report, progress)
+        return mesh_stream.stream(_on_mesh(*given, report, options, order), progress)
     from mfload.loading import stream as streaming
     from mfload.report import cleared
 
@@ -507,7 +495,8 @@ def plan(
 
         backend = mesh_load.backend(name, device, shard, how.exchange)
         chosen = mesh_load.Chosen(*choose(), how)
-        return mesh_load.preview(chosen, backend, mesh, shardings, unmatched)
+        asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
+        return mesh_load.preview(chosen, backend, asked)
     with gc_paused():
         index, sources, requests = choose()
         adapter = frameworks.planned(framework, device, index.names)
@@ -540,7 +529,8 @@ def abstract(
     name = _check(frameworks.ON_MESHES[0], None, mesh, shardings, None, unmatched)
     how = started(options)
     chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
-    return mesh_load.abstract(chosen, name, mesh, shardings, unmatched)
+    asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
+    return mesh_load.abstract(chosen, name, asked)
 
 
 @overload
@@ -822,7 +812,7 @@ def save(
     return begin()() if pending is None else pending.start(begin)
 
 
-def _together(
+def _on_mesh(
     path: PathOrBytes | Sequence[PathOrBytes],
     framework: str | ModuleType,
     device: object,
@@ -835,8 +825,8 @@ def _together(
     report: Report | None,
     options: Options | None,
     order: Sequence[str] | None = None,
-) -> tuple[Callable[[], Chosen], MeshBackend, Deadline]:
-    """What a load on a mesh takes: checks and headers, which reach all processes; the backend."""
+) -> MeshCall:
+    """A load on a mesh, of which checks and headers reach all processes."""
     from mfload.mesh import load as mesh_load
     from mfload.options import Options
 
@@ -861,7 +851,9 @@ def _together(
         _check(framework, device, mesh, shardings, shard, unmatched)
         return mesh_load.Chosen(*_choose(path, names, dtype, how, order), how)
 
-    return choose, mesh_load.backend(name, device, shard, valid.exchange), deadline
+    backend = mesh_load.backend(name, device, shard, valid.exchange)
+    asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
+    return mesh_load.MeshCall(backend, asked, choose, deadline, report)
 
 
 def _check(

@@ -18,7 +18,6 @@ import numpy as np
 
 from mfload import errors, packed
 from mfload.checking import numeric_diff, scan as scanning
-from mfload.checking.copying import boxes_of
 from mfload.checking.numeric_diff import SAME, NumericDiff, Tolerance
 from mfload.checking.scan import (
     Advance,
@@ -38,7 +37,7 @@ from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Block, Costs
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
-from mfload.planning.slicing import boxed
+from mfload.planning.slicing import boxed, slabs
 from mfload.sources.base import Source
 
 # Packed elements come in blocks of up to four: parts of so many begin and end with whole blocks.
@@ -265,9 +264,9 @@ def _slabs(pair: Pair, limit: int | None) -> Iterator[tuple[Request, Request]]:
     most = (OVERHEAD if limit is None else limit) // _SLABS
     # Boxes fit the chunks of the side that has some; a larger element makes them smaller.
     info = pair.right if pair.left.simple else pair.left
-    most = most * info.nbytes // max(1, pair.left.nbytes, pair.right.nbytes)
+    nbytes = max(pair.left.nbytes, pair.right.nbytes)
     packed = max(info.dtype.elements for info in pair) > 1
-    for box in [None] if packed else boxes_of(info, most, most):
+    for box in [None] if packed else slabs(info, nbytes, most):
         sides = (
             Request(each, each.dtype, None if box is None else boxed(each, box)) for each in pair
         )

@@ -17,16 +17,16 @@ import numpy as np
 
 from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped
-from mfload.checking.renaming import Cast, Row
+from mfload.checking.renaming import Cast
 from mfload.checking.scan import Advance, check_unchanged, cut, gap, joined
 from mfload.checking.sealing import Seal
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.index import Box, Index, Piece
+from mfload.index import Index, Piece
 from mfload.loading import stream
 from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.blocks import Block
 from mfload.planning.request import Request
-from mfload.planning.slicing import boxed
+from mfload.planning.slicing import boxed, slabs
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import Layout
@@ -197,13 +197,14 @@ def _blocks(parts: Sequence[Piece]) -> Iterator[tuple[Block, list[int]]]:
 def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Request, Piece]]:
     """The tensors that are to be loaded, in slabs that follow each other, and where each goes."""
     at, limit = len(made.header), how.max_host_overhead
-    most = min(stream.BATCH, (OVERHEAD if limit is None else limit) // 4)
+    whole = OVERHEAD if limit is None else limit
+    most = min(stream.BATCH, whole // 4)
     for row in made.entries:
         if not row.simple and row.nbytes:
-            boxes = [None] if row.dtype.elements > 1 else boxes_of(row, most, limit)
+            info, checked = (row.info, row.checked) if isinstance(row, Cast) else (row, False)
+            boxes = [None] if row.dtype.elements > 1 else slabs(info, row.nbytes, most, whole)
             start = at
             for box in boxes:
-                info, checked = (row.info, row.checked) if isinstance(row, Cast) else (row, False)
                 part = None if box is None else boxed(info, box)
                 request = Request(info, row.dtype, part, checked)
                 if limit is not None and request.nbytes > limit:
@@ -216,35 +217,3 @@ def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Reques
                 yield request, Piece(number, start, request.nbytes)
                 start += request.nbytes
         at += row.nbytes
-
-
-def boxes_of(info: Row, most: int, limit: int | None) -> Iterator[Box | None]:
-    """Boxes of up to `most` bytes that follow each other in C order.
-
-    Compressed chunks are decoded once if they can be: boxes hold whole ones, or are larger.
-    """
-    step = 1
-    stored = info.pieces[0].stored
-    if stored is not None and stored.encodings:
-        step = info.shape[0] if info.shape else 1
-        if stored.box:
-            step = stored.box[0][1] - stored.box[0][0]
-        if info.shape and step * (info.nbytes // info.shape[0]) > most:
-            step, most = 1, OVERHEAD if limit is None else limit
-    most = max(most, info.dtype.nbytes)
-    if info.nbytes <= most:
-        yield None
-        return
-    # Whole rows of the first dim of which some fit, for each place in the dims before it.
-    dim, row = 0, info.nbytes // info.shape[0]
-    while row > most:
-        dim += 1
-        row //= info.shape[dim]
-    step = step if dim == 0 else 1
-    rows = max(step, most // row // step * step)
-    before = tuple((0, 0) for _ in range(dim))
-    after = tuple((0, size) for size in info.shape[dim + 1 :])
-    for place in np.ndindex(*info.shape[: len(before)]):
-        for first in range(0, info.shape[dim], rows):
-            last = min(first + rows, info.shape[dim])
-            yield (*((n, n + 1) for n in place), (first, last), *after)

@@ -26,14 +26,14 @@ from mfload import errors
 from mfload.formats import checkpoint
 from mfload.frameworks import torch_adapter, torch_memory
 from mfload.frameworks.several import InPlaceAdapter
-from mfload.index import Box, Index, TensorInfo
+from mfload.index import Box, Index
 from mfload.loading.session import Loader, Shared, let_go
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.torch_backend import TorchBackend
 from mfload.options import OVERHEAD, LoadOptions, Options, started
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request
-from mfload.planning.slicing import boxed, intersection, shape_of
+from mfload.planning.slicing import boxed, intersection, shape_of, slabs
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.sources import PathOrBytes
@@ -241,7 +241,7 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         units: list[tuple[int, list[tuple[int, _Part]]]] = []
         infos = map(self._index.tensors.__getitem__, wanted)
         for info in sorted(infos, key=lambda info: info.pieces[0][:2]):
-            for slab in _slabs(info, most):
+            for slab in slabs(info, info.nbytes, most):
                 unit, held = list[tuple[int, _Part]](), Counter[int]()
                 for rank, n, box in wanted[info.name]:
                     if (common := intersection(box, slab)) is not None:
@@ -309,18 +309,6 @@ def _overhead(how: LoadOptions) -> int:
 def _most(how: LoadOptions) -> int:
     """Bytes that wait to be copied, at most."""
     return min(_BATCH, _overhead(how) // _PARTS)
-
-
-def _slabs(info: TensorInfo, most: int) -> list[Box]:
-    """Boxes of whole rows of a tensor, of at most so many bytes if one row is no more."""
-    whole = tuple((0, length) for length in info.shape)
-    dim = next((n for n, length in enumerate(info.shape) if length > 1), None)
-    if dim is None:
-        return [whole]
-    length = info.shape[dim]
-    rows = max(1, most * length // max(1, info.nbytes))
-    cuts = [(start, min(length, start + rows)) for start in range(0, length, rows)]
-    return [(*whole[:dim], cut, *whole[dim + 1 :]) for cut in cuts]
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -74,6 +74,22 @@ class TensorShares(NamedTuple):
     separate: bool = False
 
 
+class MeshArguments(NamedTuple):
+    """Where a user wants tensors to lie: arguments that only a backend looks into.
+
+    Attributes:
+        mesh: The value of `mesh=`.
+        shardings: The value of `shardings=`.
+        unmatched: What becomes of tensors that no rule matches: "replicate", or "error".
+        known: Names that rules may be meant for, beside those of the tensors.
+    """
+
+    mesh: Any = None
+    shardings: Any = None
+    unmatched: str = "replicate"
+    known: Iterable[str] = ()
+
+
 class Whole(NamedTuple):
     """A tensor, and the arrays of this process that it is made of, by number of the device."""
 
@@ -86,8 +102,8 @@ class Whole(NamedTuple):
 class MeshBackend(Protocol):
     """A framework's meshes, for one load; docs/design/mesh-backends.md says how to write one.
 
-    The devices of a process have numbers, by which requests name them. What a user gives as `mesh=`
-    and `shardings=`, and the shardings that `resolve` makes of it, only the backend looks into.
+    The devices of a process have numbers, by which requests name them. Only the backend looks into
+    the shardings that `resolve` makes.
 
     A backend may have an attribute `transport`, a `Transport`. Default: `GLOO`. For `arrival`
     seconds, others are waited for that have not begun the load, then an error has the advice
@@ -105,22 +121,12 @@ class MeshBackend(Protocol):
         """The rank of this process in the program, and how many there are."""
         ...
 
-    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+    def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         """The processes that take part in a load; never raises, whatever the arguments are."""
         ...
 
-    def resolve(
-        self,
-        requests: Sequence[Request],
-        mesh: Any,
-        shardings: Any,
-        unmatched: str,
-        known: Iterable[str],
-    ) -> list[Any]:
-        """A sharding for each whole tensor; what does not fit raises ShardingError.
-
-        `known` are further names that rules may be meant for.
-        """
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Any]:
+        """A sharding for each whole tensor; what does not fit raises ShardingError."""
         ...
 
     def shares(self, sharding: Any, shape: Shape) -> tuple[Share, ...]:

@@ -18,8 +18,8 @@ from mfload.frameworks import base, jax_memory, private_api
 from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, lend, references, wait_for_release
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
-from mfload.mesh import jax_processes, jax_specs
-from mfload.mesh.base import MeshBackend, Share, Whole
+from mfload.mesh import jax_processes, jax_specs, specs
+from mfload.mesh.base import MeshArguments, MeshBackend, Share, Whole
 from mfload.options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.runtime import Deadline
@@ -53,27 +53,19 @@ class JaxBackend:
         return jax.process_index(), jax.process_count()
 
     @staticmethod
-    def processes(mesh: Any, shardings: Any) -> tuple[int, ...]:
+    def processes(asked: MeshArguments) -> tuple[int, ...]:
         """The processes that take part in a load (see `jax_specs.processes`)."""
-        return jax_specs.processes(jax_specs.mesh_of(mesh, shardings), shardings)
+        mesh = jax_specs.mesh_of(asked.mesh, asked.shardings)
+        return jax_specs.processes(mesh, asked.shardings)
 
-    def resolve(
-        self,
-        requests: Sequence[Request],
-        mesh: Any,
-        shardings: Any,
-        unmatched: str,
-        known: Iterable[str],
-    ) -> list[Any]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Any]:
         """A sharding for each whole tensor (see `jax_specs.resolve`)."""
-        infos = [request.info for request in requests]
-        rows = [(info.name, info.shape) for info in infos]
-        mesh = jax_specs.mesh_of(mesh, shardings)
-        made = jax_specs.resolve(rows, mesh, shardings, unmatched, infos, known=known)
-        for info, request, sharding in zip(infos, requests, made, strict=True):
-            if JaxAdapter.forms[request.dtype.name].how != "bytes":
+        asked = asked._replace(mesh=jax_specs.mesh_of(asked.mesh, asked.shardings))
+        made = jax_specs.resolve(specs.rows(requests), asked)
+        for (info, dtype, *_), sharding in zip(requests, made, strict=True):
+            if JaxAdapter.forms[dtype.name].how != "bytes":
                 continue
-            shape, _ = arrives(request.dtype, info.shape)
+            shape, _ = arrives(dtype, info.shape)
             try:  # What arrives as bytes has other dims than the tensor, to be divided as well.
                 jax_specs.check(info.name, shape, sharding)
             except errors.ShardingError as error:

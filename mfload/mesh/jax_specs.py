@@ -7,7 +7,7 @@ say which tensor, which dim, and which axes of which sizes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,43 +17,33 @@ from mfload import errors
 from mfload.errors import counted
 from mfload.index import Box
 from mfload.mesh import specs
+from mfload.mesh.base import MeshArguments
 
 Shape = tuple[int, ...]
 _EXPECTED = "a Sharding, a PartitionSpec such as P('model'), or None"
 
 
 def resolve(
-    rows: Sequence[tuple[str, Shape]],
-    mesh: Any,
-    shardings: Any,
-    unmatched: str,
-    infos: Sequence[Any],
-    *,
-    own: Callable[[int], Any] | None = None,
-    aliases: Sequence[Sequence[str]] | None = None,
-    known: Iterable[str] = (),
+    rows: Sequence[specs.Row], asked: MeshArguments, own: Callable[[int], Any] | None = None
 ) -> list[Any]:
     """One sharding a tensor, on devices (see `specs.resolve`)."""
+    mesh = asked.mesh
     if mesh is not None and not isinstance(mesh, Mesh):
         expected = "a jax.sharding.Mesh, such as jax.make_mesh((8,), ('model',)) makes"
         raise errors.UsageError("not a mesh", expected=expected, found=repr(mesh))
     if mesh is None:
-        meshes = {each.mesh for each in given(shardings) if isinstance(each, NamedSharding)}
+        meshes = {each.mesh for each in given(asked.shardings) if isinstance(each, NamedSharding)}
         meshes = {each for each in meshes if isinstance(each, Mesh)}
         mesh = meshes.pop() if len(meshes) == 1 else None
     made: dict[Any, Any] = {}
     return specs.resolve(
         rows,
-        shardings,
-        unmatched,
-        infos,
-        lambda name, shape, spec: _on_devices(name, shape, spec, mesh, made),
+        asked,
+        lambda row, spec: _on_devices(row.name, row.shape, spec, mesh, made),
         # A PartitionSpec is a tuple in the versions of JAX before 0.7.
         single=lambda each: isinstance(each, Sharding | PartitionSpec),
         expected=_EXPECTED,
         own=own,
-        aliases=aliases,
-        known=known,
     )
 
 

@@ -13,7 +13,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from mfload.loading import session
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.mesh.base import MeshBackend, Requests, Share, TensorShares, Whole
+from mfload.mesh.base import MeshArguments, MeshBackend, Requests, Share, TensorShares, Whole
 from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.request import HOST, Request
 from mfload.planning.slicing import shape_of
@@ -65,20 +65,32 @@ class Chosen:
     options: LoadOptions
 
 
+class MeshCall(NamedTuple):
+    """A call for arrays on a mesh, before its headers are read.
+
+    Attributes:
+        choose: Checks all other arguments and reads headers: what it raises reaches the other
+            processes too.
+        deadline: For headers and agreement.
+    """
+
+    backend: MeshBackend
+    asked: MeshArguments
+    choose: Callable[[], Chosen]
+    deadline: Deadline
+    report: Report | None
+
+
 class MeshLoad:
     """What this process loads of a checkpoint, and how it becomes sharded arrays.
 
     `requests` are those of each process, by its number, `mine` those of this one.
     """
 
-    def __init__(
-        self, backend: MeshBackend, chosen: Chosen, mesh: Any, shardings: Any, unmatched: str
-    ) -> None:
+    def __init__(self, backend: MeshBackend, chosen: Chosen, asked: MeshArguments) -> None:
         self._backend = backend
         self._whole = list(chosen.requests)  # Rows that are made when asked for are made once.
-        self._shardings = backend.resolve(
-            self._whole, mesh, shardings, unmatched, chosen.index.names
-        )
+        self._shardings = backend.resolve(self._whole, asked._replace(known=chosen.index.names))
         options = chosen.options
         wanted = self._wanted = list[TensorShares]()
         known: dict[Any, tuple[tuple[Share, ...], bool]] = {}
@@ -160,29 +172,23 @@ def backend(framework: str, device: object, shard: Any, exchange: str) -> MeshBa
 
 
 def load(
-    choose: Callable[[], Chosen],
-    backend: MeshBackend,
-    mesh: Any,
-    shardings: Any,
-    unmatched: str,
-    deadline: Deadline,
+    call: MeshCall,
     *,
-    report: Report | None = None,
     progress: Progress = False,
     check: Callable[[Index, Sequence[Source], Sequence[TensorInfo]], Any] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint onto the devices of this process, together with the other processes.
 
-    `choose` checks all other arguments and reads headers: what it raises reaches the other
-    processes too. `check` makes what compares bytes while they come (see `checking.checksums`).
+    `check` makes what compares bytes while they come (see `checking.checksums`).
     """
-    ranks = backend.processes(mesh, shardings)
+    backend, asked, choose, deadline, report = call
+    ranks = backend.processes(asked)
     with together(backend, ranks, deadline) as group:
         start = time.perf_counter()
         with gc_paused():
             chosen = choose()
             read = time.perf_counter()
-            job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
+            job = MeshLoad(backend, chosen, asked)
         if report is not None:
             report.add_stage("headers", start, read)
             report.add_stage("shardings", read, time.perf_counter())
@@ -338,8 +344,8 @@ def _exchange(
         # Results wait in host memory until they are copied to a device that is not the host.
         straight = link.device or backend.platform() == "cpu"
         limit = math.inf if straight else options.max_host_overhead or OVERHEAD
-        given = requests, loader, group, link, width, limit, report, advance
-        return redistribute.load(*given), why
+        exchange = redistribute.Exchange(loader, group, link, width, limit, advance)
+        return exchange.load(requests, report), why
     finally:
         link.close()
 
@@ -495,12 +501,10 @@ def _taken(
     return Counter({rank: int(sizes[found].sum()) for rank, found in hit.items()})
 
 
-def preview(
-    chosen: Chosen, backend: MeshBackend, mesh: Any, shardings: Any, unmatched: str
-) -> Preview:
+def preview(chosen: Chosen, backend: MeshBackend, asked: MeshArguments) -> Preview:
     """Says what `load` would do on this process; reads nothing."""
-    ranks = backend.processes(mesh, shardings)
-    job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
+    ranks = backend.processes(asked)
+    job = MeshLoad(backend, chosen, asked)
     here = job.loader.preview(job.mine)
     notes, width = list(here.notes), None
     if len(ranks) > 1:
@@ -538,14 +542,11 @@ def preview(
     return replace(here, notes=tuple(notes), processes=len(ranks))
 
 
-def abstract(
-    chosen: Chosen, framework: str, mesh: Any, shardings: Any, unmatched: str
-) -> dict[str, Any]:
+def abstract(chosen: Chosen, framework: str, asked: MeshArguments) -> dict[str, Any]:
     """What the arrays will be, without any data; without shardings if none are given."""
     session.check(chosen.requests, chosen.index)
     backend: Any = base.backend(framework)
     resolved: list[Any] = [None] * len(chosen.requests)
-    if mesh is not None or shardings is not None:
-        known = chosen.index.names
-        resolved = backend.resolve(chosen.requests, mesh, shardings, unmatched, known)
+    if asked.mesh is not None or asked.shardings is not None:
+        resolved = backend.resolve(chosen.requests, asked._replace(known=chosen.index.names))
     return backend.abstract(chosen.requests, resolved)

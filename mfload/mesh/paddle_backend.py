@@ -24,7 +24,7 @@ from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import MeshArguments, MeshBackend, Share, Transport, Whole
 from mfload.mesh.device_link import DeviceLink
 from mfload.mesh.link import Pieces
 from mfload.options import LoadOptions
@@ -60,21 +60,15 @@ class PaddleBackend:
         """The rank of this process, and how many are joined."""
         return dist.get_rank(), dist.get_world_size() if dist.is_initialized() else 1
 
-    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+    def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         """The processes of the mesh; all of them if it is none."""
-        if isinstance(mesh, dist.ProcessMesh):
-            return tuple(sorted(mesh.process_ids))
+        if isinstance(asked.mesh, dist.ProcessMesh):
+            return tuple(sorted(asked.mesh.process_ids))
         return tuple(range(dist.get_world_size())) if dist.is_initialized() else (self.rank,)
 
-    def resolve(
-        self,
-        requests: Sequence[Request],
-        mesh: Any,
-        shardings: Any,
-        unmatched: str,
-        known: Iterable[str],
-    ) -> list[Sharding]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Sharding]:
         """A sharding for each whole tensor."""
+        mesh = asked.mesh
         if not isinstance(mesh, dist.ProcessMesh):
             raise errors.UsageError(
                 "Paddle's placements need a mesh; dims need shard=(rank, size)",
@@ -84,11 +78,9 @@ class PaddleBackend:
         if private_api.paddle_sharder() is None:
             message = "this version of Paddle makes no distributed tensors of parts"
             raise errors.UsageError(message, expected="Paddle 3.3", found=paddle.__version__)
-        return specs.of_requests(
-            requests,
-            shardings,
-            unmatched,
-            known,
+        return specs.resolve(
+            specs.rows(requests),
+            asked,
             functools.partial(_sharding, mesh),
             single=functools.partial(specs.is_single, dist.Placement, dist.Placement),
             expected=specs.PLACEMENTS,
@@ -148,10 +140,11 @@ def make() -> MeshBackend:
     return PaddleBackend()
 
 
-def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sharding:
+def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
     """The sharding that a user's spec means for a tensor."""
+    shape, dtype = row.shape, row.dtype
     sizes = tuple(mesh.shape)
-    given, misfit = specs.placements(dist.Placement, name, shape, sizes, spec)
+    given, misfit = specs.placements(dist.Placement, row, sizes, spec)
     cuts: dict[int, list[int]] = {}  # The dims of the mesh that cut each dim.
     for n, each in enumerate(given):
         if each.is_partial():

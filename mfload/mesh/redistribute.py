@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mfload import errors
 from mfload.cuda.staging import DEPTH
@@ -35,106 +35,118 @@ if TYPE_CHECKING:
     from mfload.timeline import Track
 
 
-def load(
-    requests: Requests,
-    loader: Loader,
-    group: ProcessGroup,
-    link: Link,
-    width: int,
-    limit: float,
-    report: Report | None,
-    advance: execute.Advance | None,
-) -> list[tuple[Any, ...]]:
-    """The arrays of this process, of which at most `limit` bytes wait in host memory at once."""
-    options, arrays = loader.options, dict[int, tuple[Any, ...]]()
-    by_host = options.replace(by_host=link.device is None)
-    loader = Loader(loader.index, loader.sources, loader.adapter, by_host)
-    every = itertools.chain.from_iterable(requests.values())
-    growth = max((-(-r.dtype.nbytes // r.info.dtype.nbytes) for r in every), default=1)
-    for batch in batches(requests, limit):
-        wanted = {rank: [requests[rank][n] for n in batch[rank]] for rank in group.ranks}
-        made = make_schedule(wanted, width, group.rank)
-        fill = partial(_fill, made, group, link, loader, growth, advance)
-        one = Report()
-        try:
-            found = loader.load(wanted[group.rank], report=one, fill=fill)
-        finally:
-            if report is not None:
-                report.add(one)
-        arrays.update(zip(batch[group.rank], found, strict=True))
-    return [arrays[n] for n in range(len(arrays))]
+Read = Callable[[Sequence[Request], Sequence[tuple[int, int]], list[Any]], None]
+"""Reads requests to places of some memory: buffer and first byte of each."""
 
 
-def _fill(
-    made: Schedule,
-    group: ProcessGroup,
-    link: Link,
-    loader: Loader,
-    growth: int,
-    advance: execute.Advance | None,
-    plan: Plan,
-    memory: list[Any],
-    session: Session,
-    sources: Any,
-) -> Filled:
-    """Fills memory by an exchange; values grow `growth` times at most when they are converted."""
-    options, threads = loader.options, session.threads
-    block, unfinished = _room(loader, session, link, growth)
-    # What lies between parts is mostly for another process to read.
-    costs = session.limits.costs._replace(block=block, merge_gap=buffers.PAGE, row_gap=None)
-    if link.device is not None:
-        costs = costs._replace(span=0)
-    plans, notes = list[Plan](), list[str]()
-    cold = {number: sources[number] for number, leg in session.route.items() if leg.cold}
-    fixed = {"threads": threads, "deadline": options.deadline, "recorder": session.recorder}
+class Results(NamedTuple):
+    """Where what this process requests lands.
 
-    def read(some: Sequence[Request], given: Any, there: list[Any]) -> None:
-        specs = [BufferSpec(array.nbytes) for array in there]
-        plan = make_plan(some, costs=costs, given=given, specs=specs)
-        if unfinished is not None:
-            plan = plan._replace(blocks=unfinished.resume(plan.blocks))
-        plans.append(plan)
-        slots = None if link.device is None else _slots(plan, there, block)
-        # Of a copy, as a failure empties the list: this process takes part further.
-        given = plan, [*there], sources, session.route
-        more, _ = execute.run(*given, staging=slots, unfinished=unfinished, **fixed)
-        notes.extend(more)
-
-    def ahead(some: Sequence[Request]) -> None:
-        blocks = make_plan(some, costs=costs).blocks
-        options.deadline.bound(partial(pread.prefetch, cold, blocks), "reading ahead")
-
-    kept = pread.read_ahead(list(cold.values()))
-    try:
-        places = session.by_request(plan.places)
-        given = made, group, link, read, places, memory, advance
-        track = session.recorder and session.recorder.exchanges()
-        run(*given, ahead if cold else None, track)
-    finally:
-        for source in kept:
-            source.keep(False)
-    return plans, tuple(notes), made.received[group.rank]
-
-
-def _room(
-    loader: Loader, session: Session, link: Link, growth: int
-) -> tuple[int, Unfinished | None]:
-    """Bytes of a block at most, and what keeps encoded pieces between rounds, if there are some.
-
-    Half of the overhead is for what travels.
+    Attributes:
+        places: Those of each request, one for each device that it is for.
     """
-    threads, unfinished = session.threads, None
-    overhead = loader.options.max_host_overhead or OVERHEAD
-    pages = overhead // 2 // threads // buffers.PAGE - 2
-    if link.device is not None:
-        # Of each slot a part is for what the host converts, and there are several a thread.
-        pages = pages // (DEPTH * (1 + growth)) - 3
-    if loader.index.columns.others:
-        from mfload.io.decode import Unfinished
 
-        pages //= 4  # What is fetched, what is put together, and what is left of both.
-        unfinished = Unfinished(threads * pages * buffers.PAGE)
-    return max(buffers.PAGE, min(session.limits.costs.block, pages * buffers.PAGE)), unfinished
+    memory: list[Any]
+    places: Sequence[Sequence[Place]]
+    advance: execute.Advance | None = None
+
+
+class Exchange(NamedTuple):
+    """Loads what all processes request, in rows of `width` bytes from each process to each.
+
+    At most `limit` bytes of the results of this process wait in host memory at once.
+    """
+
+    loader: Loader
+    group: ProcessGroup
+    link: Link
+    width: int
+    limit: float
+    advance: execute.Advance | None
+
+    def load(self, requests: Requests, report: Report | None) -> list[tuple[Any, ...]]:
+        """The arrays of this process."""
+        loader, rank, arrays = self.loader, self.group.rank, dict[int, tuple[Any, ...]]()
+        by_host = loader.options.replace(by_host=self.link.device is None)
+        loader = Loader(loader.index, loader.sources, loader.adapter, by_host)
+        every = itertools.chain.from_iterable(requests.values())
+        growth = max((-(-r.dtype.nbytes // r.info.dtype.nbytes) for r in every), default=1)
+        for batch in batches(requests, self.limit):
+            wanted = {each: [requests[each][n] for n in batch[each]] for each in self.group.ranks}
+            fill = partial(self._fill, make_schedule(wanted, self.width, rank), growth)
+            one = Report()
+            try:
+                found = loader.load(wanted[rank], report=one, fill=fill)
+            finally:
+                if report is not None:
+                    report.add(one)
+            arrays.update(zip(batch[rank], found, strict=True))
+        return [arrays[n] for n in range(len(arrays))]
+
+    def _fill(
+        self,
+        schedule: Schedule,
+        growth: int,
+        plan: Plan,
+        memory: list[Any],
+        session: Session,
+        sources: Any,
+    ) -> Filled:
+        """Fills memory by an exchange; values grow `growth` times at most when converted."""
+        options, threads = self.loader.options, session.threads
+        block, unfinished = self._room(session, growth)
+        # What lies between parts is mostly for another process to read.
+        costs = session.limits.costs._replace(block=block, merge_gap=buffers.PAGE, row_gap=None)
+        if self.link.device is not None:
+            costs = costs._replace(span=0)
+        plans, notes = list[Plan](), list[str]()
+        cold = {number: sources[number] for number, leg in session.route.items() if leg.cold}
+        fixed = {"threads": threads, "deadline": options.deadline, "recorder": session.recorder}
+
+        def read(some: Sequence[Request], given: Any, there: list[Any]) -> None:
+            specs = [BufferSpec(array.nbytes) for array in there]
+            plan = make_plan(some, costs=costs, given=given, specs=specs)
+            if unfinished is not None:
+                plan = plan._replace(blocks=unfinished.resume(plan.blocks))
+            plans.append(plan)
+            slots = None if self.link.device is None else _slots(plan, there, block)
+            # Of a copy, as a failure empties the list: this process takes part further.
+            given = plan, [*there], sources, session.route
+            more, _ = execute.run(*given, staging=slots, unfinished=unfinished, **fixed)
+            notes.extend(more)
+
+        def ahead(some: Sequence[Request]) -> None:
+            blocks = make_plan(some, costs=costs).blocks
+            options.deadline.bound(partial(pread.prefetch, cold, blocks), "reading ahead")
+
+        kept = pread.read_ahead(list(cold.values()))
+        try:
+            results = Results(memory, session.by_request(plan.places), self.advance)
+            given = schedule, self.group, self.link, read, results
+            track = session.recorder and session.recorder.exchanges()
+            run(*given, ahead if cold else None, track)
+        finally:
+            for source in kept:
+                source.keep(False)
+        return plans, tuple(notes), schedule.received[self.group.rank]
+
+    def _room(self, session: Session, growth: int) -> tuple[int, Unfinished | None]:
+        """Bytes of a block at most, and what keeps encoded pieces between rounds, if any.
+
+        Half of the overhead is for what travels.
+        """
+        threads, unfinished = session.threads, None
+        overhead = self.loader.options.max_host_overhead or OVERHEAD
+        pages = overhead // 2 // threads // buffers.PAGE - 2
+        if self.link.device is not None:
+            # Of each slot a part is for what the host converts, and there are several a thread.
+            pages = pages // (DEPTH * (1 + growth)) - 3
+        if self.loader.index.columns.others:
+            from mfload.io.decode import Unfinished
+
+            pages //= 4  # What is fetched, what is put together, and what is left of both.
+            unfinished = Unfinished(threads * pages * buffers.PAGE)
+        return max(buffers.PAGE, min(session.limits.costs.block, pages * buffers.PAGE)), unfinished
 
 
 def _slots(plan: Plan, memory: Sequence[Any], spare: int) -> Any:
@@ -146,7 +158,7 @@ def _slots(plan: Plan, memory: Sequence[Any], spare: int) -> Any:
     return staging.staging(plan.blocks, methods, spare)
 
 
-class _Exchange:
+class _Rounds:
     """Fills the results of this process, round by round.
 
     Rows are made, sent and taken as bytes; on a device, what travels by itself is read and sent
@@ -158,20 +170,18 @@ class _Exchange:
         schedule: Schedule,
         group: ProcessGroup,
         link: Link,
-        read: Callable[[Sequence[Request], Sequence[tuple[int, int]], list[Any]], None],
-        places: Sequence[Sequence[Place]],
-        memory: list[Any],
-        advance: execute.Advance | None,
+        read: Read,
+        results: Results,
         ahead: Callable[[Sequence[Request]], None] | None,
     ) -> None:
         self._schedule, self._group, self._link = schedule, group, link
-        self._read, self._ahead, self._advance = read, ahead, advance
-        self._places, self._memory = places, memory
+        self._read, self._ahead = read, ahead
+        self._memory, self._places, self._advance = results
         self._place_of = {rank: n for n, rank in enumerate(schedule.ranks)}
         self.rows = [link.buffer(), link.buffer()] if schedule.travels else []
         self._rooms = [link.room(each) for each in self.rows]
         self._wide = [link.view(each) for each in self._rooms]
-        self._seen = [link.view(each) for each in memory]
+        self._seen = [link.view(each) for each in self._memory]
         self._begun = 0.0
 
     def read(self, number: int, parcels: Sequence[Parcel]) -> None:
@@ -288,22 +298,19 @@ def run(
     schedule: Schedule,
     group: ProcessGroup,
     link: Link,
-    read: Callable[[Sequence[Request], Sequence[tuple[int, int]], list[Any]], None],
-    places: Sequence[Sequence[Place]],
-    memory: list[Any],
-    advance: execute.Advance | None,
+    read: Read,
+    results: Results,
     ahead: Callable[[Sequence[Request]], None] | None = None,
     track: Track | None = None,
 ) -> None:
-    """Fills the results of this process; `read` reads requests to places, (buffer, first byte).
+    """Fills the results of this process.
 
-    `places` has those of each request, one for each device that it is for.
     `ahead` is told of requests some rounds before they are read. `track` records what travels.
 
     A process that fails keeps taking part until it has said so in the header of its rows. Then all
     of them stop after the same round, and their collectives stay in step.
     """
-    here = _Exchange(schedule, group, link, read, places, memory, advance, ahead)
+    here = _Rounds(schedule, group, link, read, results, ahead)
     travels, count = schedule.travels, len(schedule.rounds)
     failed: BaseException | None = None
     before: Sequence[Parcel] = ()

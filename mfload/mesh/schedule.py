@@ -25,6 +25,7 @@ from mfload.dtypes import DType
 from mfload.index import Box
 from mfload.mesh import base
 from mfload.mesh.base import Requests, Target
+from mfload.planning import slicing
 from mfload.planning.slicing import first_element, intersection, shape_of
 from mfload.runtime import gc_paused
 
@@ -454,24 +455,16 @@ class _Scheduler:
         if not groups:
             return []
         info, want = tensor.info, self._want(tensor, slab, groups)
-        # Elements that share a byte stay together.
-        units = [1] * (len(slab) - 1) + [info.dtype.elements]
-        if info.shape and info.shape[-1] % units[-1]:
-            units = list(info.shape)  # Rows share bytes as well.
-        dim = next((n for n, (a, b) in enumerate(slab) if b - a > units[n]), None)
-        cuts, ends = list[int](), list[int]()
-        if dim is not None:
-            (start, stop), unit = slab[dim], units[dim]
-            count = max(-(-want.nbytes // grain), -(-want.row // room))
-            step = max(1, (stop - start) // (count * unit)) * unit
-            cuts = [*range(start, stop, step), stop]
-            ends = sorted({start, stop, *(end for box, _ in groups for end in box[dim])})
+        count, ends = max(-(-want.nbytes // grain), -(-want.row // room)), list[int]()
+        dim, cuts = slicing.cuts(slab, slicing.units_of(info), count)
+        if cuts:
+            ends = sorted({*slab[dim], *(end for box, _ in groups for end in box[dim])})
             if len(want.bytes_of) > 1 and 2 < len(ends) <= want.nbytes // _APART + 1:
                 cuts = ends
         elif want.row > room:
             expected = "more, or exchange='never'"
             raise errors.MemoryLimitError(base.SMALL, tensor=info.name, expected=expected)
-        if dim is None or len(cuts) < 3:
+        if len(cuts) < 3:
             return [(slab, want)]
         within = [list[_Group]() for _ in cuts[1:]]
         for group in groups:

@@ -11,7 +11,7 @@ from mfload import errors, frameworks
 from mfload.dtypes import DType
 from mfload.frameworks.several import MeshAdapter
 from mfload.mesh import base, specs
-from mfload.mesh.base import Share, TensorShares, Whole
+from mfload.mesh.base import MeshArguments, Share, TensorShares, Whole
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
 
@@ -58,19 +58,16 @@ class ShardBackend:
         """The rank of this process, and how many there are."""
         return self.rank, self._size
 
-    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+    def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         """The process itself, or all that exchange."""
+        return self._ranks()
+
+    def _ranks(self) -> tuple[int, ...]:
         return (self.rank,) if self._group is None else tuple(range(self._size))
 
-    def resolve(
-        self,
-        requests: Sequence[Request],
-        mesh: Any,
-        shardings: Any,
-        unmatched: str,
-        known: Iterable[str],
-    ) -> list[int | None]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[int | None]:
         """The dim that is cut of each whole tensor, counted from the first; None for none."""
+        mesh, shardings, *_ = asked
         if mesh is not None or shardings is None:
             message = "shard=(rank, size) is for dims"
             expected = "shardings=[(regex, dim)] and no mesh="
@@ -82,8 +79,8 @@ class ShardBackend:
                 expected=f"shard={self.group()}, or exchange='never'",
                 found=f"shard={self._shard}",
             )
-        given = requests, shardings, unmatched, known
-        dims = specs.of_requests(*given, _dim, single=_is_dim, expected=_EXPECTED)
+        rows = specs.rows(requests)
+        dims = specs.resolve(rows, asked, _dim, single=_is_dim, expected=_EXPECTED)
         for (info, dtype, *_), dim in zip(requests, dims, strict=True):
             if info.dtype.elements > 1:  # Refused by all, also by one whose own chunk would do.
                 every = self._chunks(dim, info.shape, range(self._size))
@@ -92,7 +89,7 @@ class ShardBackend:
 
     def shares(self, sharding: int | None, shape: Shape) -> tuple[Share, ...]:
         """The chunk of each process that takes part."""
-        return self._chunks(sharding, shape, self.processes(None, None))
+        return self._chunks(sharding, shape, self._ranks())
 
     def _chunks(self, dim: int | None, shape: Shape, ranks: Iterable[int]) -> tuple[Share, ...]:
         made: list[Share] = []
@@ -155,7 +152,8 @@ def _is_dim(spec: Any) -> bool:
     return not isinstance(spec, bool)
 
 
-def _dim(name: str, shape: Shape, _: DType, spec: Any) -> int | None:
+def _dim(row: specs.Row, spec: Any) -> int | None:
+    name, shape = row.name, row.shape
     if spec is None:
         return None
     if not _is_dim(spec):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mfload import errors
-from mfload.dtypes import DType
 from mfload.errors import counted
+from mfload.mesh.base import MeshArguments
 from mfload.options import UNMATCHED
 from mfload.planning.request import Request
 from mfload.planning.selection import Rules
@@ -17,54 +17,69 @@ PLACEMENTS = "Shard(dim), Replicate(), or a list of them, one for each dim of th
 _NOTHING = object()
 
 
+class Row(NamedTuple):
+    """A tensor that a sharding is wanted of.
+
+    Attributes:
+        names: Those that rules may use; a function is given the first.
+        info: What a function is given beside it.
+        dtype: As it is delivered; None if shardings do not depend on it.
+    """
+
+    name: str
+    shape: Shape
+    names: Sequence[str]
+    info: Any
+    dtype: Any = None
+
+
+def rows(requests: Sequence[Request]) -> list[Row]:
+    """A row for each whole tensor."""
+    return [Row(info.name, info.shape, (info.name,), info, dtype) for info, dtype, *_ in requests]
+
+
 def resolve(
-    rows: Sequence[tuple[str, Shape]],
-    shardings: Any,
-    unmatched: str,
-    infos: Sequence[Any],
-    place: Callable[[str, Shape, Any], Any],
+    rows: Sequence[Row],
+    asked: MeshArguments,
+    place: Callable[[Row, Any], Any],
     *,
     single: Callable[[Any], bool],
     expected: str,
     own: Callable[[int], Any] | None = None,
-    aliases: Sequence[Sequence[str]] | None = None,
-    known: Iterable[str] = (),
 ) -> list[Any]:
-    """One sharding for each tensor, given its name and shape.
+    """One sharding for each tensor.
 
-    `place` makes it of a name, a shape and what the user gave for it (None: replicated), and raises
+    `place` makes it of a row and what the user gave for it (None: replicated), and raises
     ShardingError if that does not fit. `single` says whether a value is one for all tensors, and
-    `expected` what such a value is. `infos` are what a function is given beside each name,
-    `aliases` all names of each tensor that rules may use, `known` further names that they may be
-    meant for. `own` gives the sharding of a tensor, by its number, that no rule matches. Rules that
-    match no name are warned of.
+    `expected` what such a value is. `own` gives the sharding of a tensor, by its number, that no
+    rule matches. Rules that match no name are warned of.
     """
+    _, shardings, unmatched, known = asked
     errors.check_choice("unmatched", unmatched, UNMATCHED)
-    aliases = aliases or [[name] for name, _ in rows]
     alike = shardings is None or single(shardings)
     function: Any = shardings
     rules = None if alike or callable(shardings) else _rules(shardings, expected)
     if rules is not None and rows:
-        rules.warn_of_unmatched([*(name for each in aliases for name in each), *known])
+        rules.warn_of_unmatched([*(name for row in rows for name in row.names), *known])
     resolved: list[Any] = []
     missed: list[str] = []
     misfits: list[errors.ShardingError] = []
-    for n, (name, shape) in enumerate(rows):
+    for n, row in enumerate(rows):
         if rules is not None:
-            found = (rules.find(alias, _NOTHING) for alias in aliases[n])
+            found = (rules.find(alias, _NOTHING) for alias in row.names)
             spec = next((each for each in found if each is not _NOTHING), _NOTHING)
         else:
-            spec = shardings if alike else function(aliases[n][0], infos[n])
+            spec = shardings if alike else function(row.names[0], row.info)
         try:
             if own is not None and (shardings is None or spec is _NOTHING):
                 said = own(n)
                 spec = spec if said is None else said
             if spec is _NOTHING:
-                missed.append(name)
+                missed.append(row.name)
                 spec = None
                 if unmatched == "error":
                     continue
-            resolved.append(place(name, shape, spec))
+            resolved.append(place(row, spec))
         except errors.ShardingError as error:
             misfits.append(error)
     if missed and unmatched == "error":
@@ -81,31 +96,6 @@ def resolve(
     return resolved
 
 
-def of_requests(
-    requests: Sequence[Request],
-    shardings: Any,
-    unmatched: str,
-    known: Iterable[str],
-    place: Callable[[str, Shape, DType, Any], Any],
-    *,
-    single: Callable[[Any], bool],
-    expected: str,
-) -> list[Any]:
-    """One sharding for each whole tensor (see `resolve`); `place` is also given its dtype."""
-    infos = [request.info for request in requests]
-    dtypes = {request.info.name: request.dtype for request in requests}
-    return resolve(
-        [(info.name, info.shape) for info in infos],
-        shardings,
-        unmatched,
-        infos,
-        lambda name, shape, spec: place(name, shape, dtypes[name], spec),
-        single=single,
-        expected=expected,
-        known=known,
-    )
-
-
 def is_single(whole: Any, item: Any, spec: Any) -> bool:
     """Whether a spec is of the one class, or a list of the other, and so one for all tensors."""
     if isinstance(spec, list | tuple) and spec:
@@ -114,7 +104,7 @@ def is_single(whole: Any, item: Any, spec: Any) -> bool:
 
 
 def placements(
-    kind: type, name: str, shape: Shape, sizes: Sequence[int], spec: Any
+    kind: type, row: Row, sizes: Sequence[int], spec: Any
 ) -> tuple[list[Any], Callable[[str, str], errors.ShardingError]]:
     """The placements that a user gave for a tensor, and what makes the error of one that misfits.
 
@@ -122,13 +112,13 @@ def placements(
     """
     given: Any = [] if spec is None else [spec] if isinstance(spec, kind) else spec
     if not isinstance(given, list | tuple) or not all(isinstance(each, kind) for each in given):
-        expected = f"{PLACEMENTS}, for {name!r}"
+        expected = f"{PLACEMENTS}, for {row.name!r}"
         raise errors.UsageError("not placements", expected=expected, found=repr(spec))
     given = list(given)
 
     def misfit(message: str, expected: str) -> errors.ShardingError:
-        found = f"{given} for shape {list(shape)} on a mesh of {', '.join(map(str, sizes))}"
-        return errors.ShardingError(message, tensor=name, expected=expected, found=found)
+        found = f"{given} for shape {list(row.shape)} on a mesh of {', '.join(map(str, sizes))}"
+        return errors.ShardingError(message, tensor=row.name, expected=expected, found=found)
 
     if len(given) > len(sizes):
         raise misfit(

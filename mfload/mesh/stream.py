@@ -11,7 +11,7 @@ from mfload.loading.session import Loader
 from mfload.loading.stream import Stream, Tensors, stream as streamed
 from mfload.mesh import load as mesh_load
 from mfload.mesh.base import MeshBackend
-from mfload.mesh.load import Chosen, MeshLoad
+from mfload.mesh.load import Chosen, MeshCall, MeshLoad
 from mfload.progress import Progress
 from mfload.report import Report
 from mfload.runtime import Deadline, gc_paused
@@ -92,25 +92,14 @@ class Sharded(Tensors):
                 raise error
 
 
-def stream(
-    choose: Callable[[], Chosen],
-    backend: MeshBackend,
-    mesh: Any,
-    shardings: Any,
-    unmatched: str,
-    deadline: Deadline,
-    report: Report | None,
-    progress: Progress,
-) -> Stream[Any]:
-    """A stream onto the devices of this process, together with the other processes.
-
-    `choose` is that of `mesh.load.load`; the deadline is for headers and agreement.
-    """
-    ranks = backend.processes(mesh, shardings)
+def stream(call: MeshCall, progress: Progress) -> Stream[Any]:
+    """A stream onto the devices of this process, together with the other processes."""
+    backend, asked, choose, deadline, report = call
+    ranks = backend.processes(asked)
     with mesh_load.together(backend, ranks, deadline) as group:
         with gc_paused():
             chosen = choose()
-            job = MeshLoad(backend, chosen, mesh, shardings, unmatched)
+            job = MeshLoad(backend, chosen, asked)
         if group is not None:
             given = job.stored, chosen.sources, chosen.options
             mesh_load.agree_on_inputs(group, *given, job.arguments())

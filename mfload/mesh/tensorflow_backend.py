@@ -25,7 +25,7 @@ from mfload.frameworks import tensorflow_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import MeshArguments, MeshBackend, Share, Transport, Whole
 from mfload.mesh.device_link import DeviceLink
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
@@ -58,23 +58,17 @@ class TensorflowBackend:
             message, expected = "DTensor's clients are not set up", "DTENSOR_CLIENT_ID in range"
             raise errors.UsageError(message, expected=expected, found=str(error)) from error
 
-    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+    def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         """The clients in the mesh; all of them if it does not say."""
-        owners = _owners(mesh) if isinstance(mesh, dtensor.Mesh) else None
+        owners = _owners(asked.mesh)
         if owners is None:
             return tuple(range(self.group()[1]))
         return tuple(sorted({process for process, _ in owners}))
 
-    def resolve(
-        self,
-        requests: Sequence[Request],
-        mesh: Any,
-        shardings: Any,
-        unmatched: str,
-        known: Iterable[str],
-    ) -> list[Sharding]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Sharding]:
         """The dims of the mesh that cut each whole tensor."""
-        owners = _owners(mesh) if isinstance(mesh, dtensor.Mesh) else None
+        mesh: Any = asked.mesh
+        owners = _owners(mesh)
         if owners is None:
             raise errors.UsageError(
                 "TensorFlow's layouts need a mesh whose devices are spread evenly over the "
@@ -83,11 +77,9 @@ class TensorflowBackend:
                 found=repr(mesh),
             )
         self._mesh, self._owners = mesh, owners
-        return specs.of_requests(
-            requests,
-            shardings,
-            unmatched,
-            known,
+        return specs.resolve(
+            specs.rows(requests),
+            asked,
             functools.partial(_sharding, mesh),
             single=_is_single,
             expected=_EXPECTED,
@@ -149,11 +141,14 @@ def make() -> MeshBackend:
 
 
 def _owners(mesh: Any) -> list[tuple[int, int]] | None:
-    """The client of each device of a mesh, and its number there; None if the mesh does not say.
+    """The client of each device of a mesh, and its number there; None if it does not say.
 
     A mesh knows the devices of its own client alone. Those of the others follow if all have equally
     many, one client after the other.
     """
+    kind: Any = dtensor.Mesh
+    if not isinstance(mesh, kind):
+        return None
     (rank, clients), count = TensorflowBackend.group(), mesh.num_local_devices()
     mine = [number - mesh.min_global_device_id() for number in mesh.local_device_ids()]
     if sorted(mine) == list(range(mesh.size)):
@@ -166,8 +161,9 @@ def _owners(mesh: Any) -> list[tuple[int, int]] | None:
 _is_single = functools.partial(specs.is_single, dtensor.Layout, str)
 
 
-def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sharding:
+def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
     """The sharding that a user's spec means for a tensor."""
+    name, shape, dtype = row.name, row.shape, row.dtype
     if spec is None:
         return (dtensor.UNSHARDED,) * len(shape)
     if not _is_single(spec) and spec not in ([], ()):

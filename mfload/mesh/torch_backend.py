@@ -29,7 +29,7 @@ from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import MeshArguments, MeshBackend, Share, Transport, Whole
 from mfload.mesh.link import Link, Pieces
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
@@ -70,21 +70,15 @@ class TorchBackend:
             return dist.get_rank(), dist.get_world_size()
         return 0, 1
 
-    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+    def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         """The ranks in the mesh; all of them if it is none."""
-        if isinstance(mesh, DeviceMesh):
-            return tuple(sorted(set(mesh.mesh.flatten().tolist())))
+        if isinstance(asked.mesh, DeviceMesh):
+            return tuple(sorted(set(asked.mesh.mesh.flatten().tolist())))
         return tuple(range(self.group()[1]))
 
-    def resolve(
-        self,
-        requests: Sequence[Request],
-        mesh: Any,
-        shardings: Any,
-        unmatched: str,
-        known: Iterable[str],
-    ) -> list[Sharding]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Sharding]:
         """A sharding for each whole tensor."""
+        mesh = asked.mesh
         if not isinstance(mesh, DeviceMesh):
             raise errors.UsageError(
                 "PyTorch's placements need a mesh; dims need shard=(rank, size)",
@@ -92,11 +86,9 @@ class TorchBackend:
                 found=repr(mesh),
             )
         self._mesh = mesh
-        return specs.of_requests(
-            requests,
-            shardings,
-            unmatched,
-            known,
+        return specs.resolve(
+            specs.rows(requests),
+            asked,
             functools.partial(_sharding, mesh),
             single=functools.partial(specs.is_single, Placement, Placement),
             expected=specs.PLACEMENTS,
@@ -160,10 +152,11 @@ def make() -> MeshBackend:
     return TorchBackend()
 
 
-def _sharding(mesh: Any, name: str, shape: Shape, dtype: DType, spec: Any) -> Sharding:
+def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
     """The sharding that a user's spec means for a tensor."""
+    shape, dtype = row.shape, row.dtype
     sizes = tuple(mesh.mesh.shape)
-    given, misfit = specs.placements(Placement, name, shape, sizes, spec)
+    given, misfit = specs.placements(Placement, row, sizes, spec)
     made: list[Any] = []
     for each in given:
         if isinstance(each, Replicate):

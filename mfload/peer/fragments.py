@@ -150,7 +150,7 @@ def _of_backend(
     info = TensorInfo(name, row.dtype, shape, (Piece(0, 0, nbytes),))
     requests = [requesting.Request(info, row.dtype)]
     spec = list(array.placements)
-    (sharding,) = backend.resolve(requests, mesh, {name: spec}, "error", ())
+    (sharding,) = backend.resolve(requests, meshes.MeshArguments(mesh, {name: spec}, "error"))
     text = f"{', '.join(map(str, spec))} on {' x '.join(map(str, sizes))}"
     for share in backend.shares(sharding, shape):
         if share.process == backend.rank:
@@ -168,7 +168,8 @@ def _of_tensorflow(name: str, array: Any) -> Iterator[_Part]:
     shape = tuple(array.shape)
     info = TensorInfo(name, row.dtype, shape, (Piece(0, 0, row.dtype.size_of(shape) or 0),))
     requests = [requesting.Request(info, row.dtype)]
-    (sharding,) = backend.resolve(requests, layout.mesh, {name: layout}, "error", ())
+    asked = meshes.MeshArguments(layout.mesh, {name: layout}, "error")
+    (sharding,) = backend.resolve(requests, asked)
     for share in backend.shares(sharding, shape):
         if share.process == backend.rank:
             yield row.dtype, shape, share.box, parts[share.device], str(layout)

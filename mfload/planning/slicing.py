@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mfload import errors
@@ -169,6 +170,53 @@ def intersection(box: Box, other: Box) -> Box | None:
     """What two boxes have in common; None if that is nothing."""
     common = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)])
     return common if all(start < stop for start, stop in common) else None
+
+
+def units_of(info: TensorInfo) -> list[int]:
+    """Elements of each dim that stay together, as they share a byte."""
+    shape, elements = info.shape, info.dtype.elements
+    if shape and shape[-1] % elements:
+        return list(shape)  # Rows share bytes as well.
+    return [1] * (len(shape) - 1) + [elements]
+
+
+def cuts(box: Box, units: Sequence[int], count: int) -> tuple[int, list[int]]:
+    """The outermost dim of a box that can be cut, and its ends in `count` runs of rows or more.
+
+    Runs are of whole `units` of the dim, and of one at least; no ends if no dim can be cut.
+    """
+    for dim, ((start, stop), unit) in enumerate(zip(box, units, strict=False)):
+        if stop - start > unit:
+            step = max(1, (stop - start) // (count * unit)) * unit
+            return dim, [*range(start, stop, step), stop]
+    return 0, []
+
+
+def slabs(info: TensorInfo, nbytes: int, most: int, again: int | None = None) -> Iterator[Box]:
+    """Boxes of up to `most` of a tensor's `nbytes`, or one element, one after the other in C order.
+
+    Rows of chunks that are decoded as a whole stay together. Where these are larger, boxes have up
+    to `again` bytes (default: `most`), since each decodes its chunks anew.
+    """
+    units, stored = units_of(info), info.pieces[0].stored
+    if stored is not None and stored.encodings and info.shape:
+        start, stop = stored.box[0] if stored.box else (0, info.shape[0])
+        if (stop - start) * nbytes <= most * info.shape[0]:
+            units[0] = stop - start
+        else:
+            most = again or most
+    return _slabs(tuple((0, length) for length in info.shape), units, nbytes, most)
+
+
+def _slabs(box: Box, units: Sequence[int], nbytes: int, most: int) -> Iterator[Box]:
+    dim, ends = cuts(box, units, -(-nbytes // most)) if nbytes > most else (0, [])
+    if not ends:
+        yield box
+        return
+    length = ends[-1] - ends[0]
+    for start, stop in itertools.pairwise(ends):
+        inner = (*box[:dim], (start, stop), *box[dim + 1 :])
+        yield from _slabs(inner, units, nbytes * (stop - start) // length, most)
 
 
 def first_element(box: Box, inner: Box) -> int:

@@ -19,6 +19,8 @@ from mfload import errors
 from mfload.frameworks import jax_adapter
 from mfload.frameworks.jax_memory import layout_of
 from mfload.mesh import jax_specs
+from mfload.mesh.base import MeshArguments
+from mfload.mesh.specs import Row
 from mfload.trees import jax_trees
 from mfload.trees.jax_trees import NUMPY, Axes
 from mfload.trees.recipe import Leaf
@@ -77,16 +79,9 @@ def resolve(
             forms[number] = form
         return said
 
-    chosen = jax_specs.resolve(
-        [(leaf.name, leaf.shape) for leaf in some],
-        mesh,
-        asked,
-        unmatched,
-        infos=some,
-        own=own,
-        aliases=[leaf.names for leaf in some],
-        known=(name for leaf in leaves for name in leaf.names),
-    )
+    known = (name for leaf in leaves for name in leaf.names)
+    rows = [Row(leaf.name, leaf.shape, leaf.names, leaf) for leaf in some]
+    chosen = jax_specs.resolve(rows, MeshArguments(mesh, asked, unmatched, known), own)
     places = {id(each): Place(each, committed=False) for each in free.values()}
     places[id(nowhere)] = Place(None)
     for number, form in forms.items():

@@ -34,7 +34,7 @@ from mfload.loading.allocate import check_host
 from mfload.loading.execute import Advance
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
-from mfload.mesh.base import MeshBackend, Share, TensorShares, Whole
+from mfload.mesh.base import MeshArguments, MeshBackend, Share, TensorShares, Whole
 from mfload.options import OVERHEAD, LoadOptions, Options, started
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request
@@ -110,7 +110,8 @@ class Module:
         backend: Any = base.backend(self.framework)
         if not found:
             backend.arrival = base.ARRIVAL
-        ranks = {rank for mesh in found or (None,) for rank in backend.processes(mesh, None)}
+        meshes = map(MeshArguments, found or (None,))
+        ranks = {rank for each in meshes for rank in backend.processes(each)}
         if not found and len(ranks) < 2:
             raise errors.UsageError(
                 "exchange='once' needs other processes to exchange with, and there are none",
@@ -129,7 +130,8 @@ class Module:
         if (placed := self.placed(tensor)) is None:
             return None
         request = Request(TensorInfo(name, dtype, shape, ()), dtype)
-        (made,) = backend.resolve([request], placed[0], list(placed[1]), "error", ())
+        asked = MeshArguments(placed[0], list(placed[1]), "error")
+        (made,) = backend.resolve([request], asked)
         shares = backend.shares(made, shape)
         box = next((share.box for share in shares if share.process == backend.rank), None)
         held = tuple(self.local(tensor).shape)

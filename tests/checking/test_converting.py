@@ -24,6 +24,7 @@ import safetensors.numpy
 import mfload
 from mfload import errors
 from mfload.checking import copying, rewriting, sealing
+from mfload.planning import slicing
 from mfload.saving import journal
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
@@ -110,7 +111,7 @@ def test_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(copying.stream, "BATCH", nbytes)
         monkeypatch.setattr(copying, "OVERHEAD", nbytes)
         boxes = [
-            list(copying.boxes_of(info, nbytes, None))
+            list(slicing.slabs(info, info.nbytes, nbytes, nbytes))
             for info in mfload.open(path)._index.tensors.values()  # pyright: ignore
             if info.nbytes
         ]

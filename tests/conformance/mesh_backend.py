@@ -21,7 +21,7 @@ from mfload.formats import checkpoint
 from mfload.index import Box
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.mesh.base import MeshBackend, Store, TensorShares, Whole
+from mfload.mesh.base import MeshArguments, MeshBackend, Store, TensorShares, Whole
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
@@ -80,13 +80,14 @@ class Conformance:
 
     def _resolved(self, backend: MeshBackend, rows: Any, cuts: Any) -> list[Any]:
         shardings = [(".", self.spec(cuts))]
-        return backend.resolve(rows, self.mesh(self.grid), shardings, "replicate", ())
+        return backend.resolve(rows, MeshArguments(self.mesh(self.grid), shardings))
 
     def test_the_processes_are_known_and_arguments_never_raise(self) -> None:
         backend = self.make()
-        assert backend.processes(self.mesh(self.grid), self.spec((ROWS,))) == (backend.rank,)
+        asked = MeshArguments(self.mesh(self.grid), self.spec((ROWS,)))
+        assert backend.processes(asked) == (backend.rank,)
         for mesh, shardings in itertools.product((None, 7, "mesh"), (None, 7, [()], lambda: 1)):
-            assert backend.rank in backend.processes(mesh, shardings)
+            assert backend.rank in backend.processes(MeshArguments(mesh, shardings))
 
     @pytest.mark.parametrize("cuts", CUTS)
     def test_shares_cover_the_tensor(self, cuts: Any, requests: Any) -> None:
@@ -144,14 +145,14 @@ class Conformance:
         with pytest.raises(errors.ShardingError) as caught:
             backend.resolve(
                 rows,
-                self.mesh((math.prod(self.grid), 1)),
-                [("w", self.spec((None, None, ROWS)))],
-                "replicate",
-                (),
+                MeshArguments(
+                    self.mesh((math.prod(self.grid), 1)), [("w", self.spec((None, None, ROWS)))]
+                ),
             )
         assert caught.value.tensor == "w"
+        asked = MeshArguments(self.mesh(self.grid), [("w", self.spec((ROWS,)))], "error")
         with pytest.raises(errors.ShardingError, match="no sharding"):
-            backend.resolve(rows, self.mesh(self.grid), [("w", self.spec((ROWS,)))], "error", ())
+            backend.resolve(rows, asked)
 
     def test_what_arrays_will_be(self, requests: Any) -> None:
         backend, rows = self.make(), requests[1]

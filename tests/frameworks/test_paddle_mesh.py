@@ -18,6 +18,7 @@ import mfload
 from mfload import dtypes, errors
 from mfload.frameworks import private_api
 from mfload.index import Box
+from mfload.mesh import specs
 from mfload.mesh.base import MeshBackend
 
 with warnings.catch_warnings():
@@ -49,7 +50,8 @@ class TestPaddle(mesh_backend.Conformance):
 
 
 def shares(shape: tuple[int, ...], mesh: Any, spec: Any, dtype: str = "F32") -> list[Box]:
-    sharding = paddle_backend._sharding(mesh, "w", shape, dtypes.TABLE[dtype], spec)
+    row = specs.Row("w", shape, (), None, dtypes.TABLE[dtype])
+    sharding = paddle_backend._sharding(mesh, row, spec)
     return [share.box for share in paddle_backend.PaddleBackend().shares(sharding, shape)]
 
 

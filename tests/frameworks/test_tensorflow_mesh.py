@@ -20,7 +20,7 @@ from mfload.dlpack import data_address
 from mfload.index import Box
 from mfload.io import buffers
 from mfload.mesh import tensorflow_backend
-from mfload.mesh.base import MeshBackend
+from mfload.mesh.base import MeshArguments, MeshBackend
 from mfload.runtime import Deadline
 
 tf.config.set_logical_device_configuration(
@@ -240,13 +240,13 @@ def distributed(ids: list[int], size: int) -> Any:
 def test_whose_devices_a_mesh_has(monkeypatch: pytest.MonkeyPatch) -> None:
     clients(monkeypatch, 1, 2)
     backend = tensorflow_backend.make()
-    assert backend.processes(distributed([2, 3], 4), None) == (0, 1)
+    assert backend.processes(MeshArguments(distributed([2, 3], 4))) == (0, 1)
     assert tensorflow_backend._owners(distributed([2, 3], 4)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert backend.processes(distributed([0, 1], 2), None) == (1,)  # This client's alone.
+    assert backend.processes(MeshArguments(distributed([0, 1], 2))) == (1,)  # This client's alone.
     for ids, size in (([0, 1], 4), ([3, 2], 4), ([2], 3)):
-        assert backend.processes(distributed(ids, size), None) == (0, 1)
+        assert backend.processes(MeshArguments(distributed(ids, size))) == (0, 1)
         with pytest.raises(errors.UsageError, match="spread evenly"):
-            backend.resolve([], distributed(ids, size), None, "replicate", ())
+            backend.resolve([], MeshArguments(distributed(ids, size)))
 
 
 def test_rows_go_to_their_clients_in_whatever_order_tensorflow_has(

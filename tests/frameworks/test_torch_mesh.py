@@ -155,7 +155,7 @@ OWN = mfload.Options(exchange="never")
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = torch_backend.TorchBackend
     # Fake groups agree on nothing.
-    monkeypatch.setattr(backend, "processes", lambda self, mesh, shardings: (self.rank,))
+    monkeypatch.setattr(backend, "processes", lambda self, asked: (self.rank,))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Box
-from mfload.mesh.base import Share, Store, Whole
+from mfload.mesh.base import MeshArguments, Share, Store, Whole
 from mfload.mesh.link import Link
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
@@ -85,17 +85,11 @@ class GridBackend:
     def group(self) -> tuple[int, int]:
         return 0, 1
 
-    def processes(self, mesh: Any, shardings: Any) -> tuple[int, ...]:
+    def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         return (0,)
 
-    def resolve(
-        self,
-        requests: Sequence[Request],
-        mesh: Any,
-        shardings: Any,
-        unmatched: str,
-        known: Iterable[str],
-    ) -> list[Any]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Any]:
+        mesh, shardings, unmatched, _ = asked
         rules, sizes = Rules("shardings=", shardings), dict(mesh.axes)
         made: list[Any] = []
         for request in requests:

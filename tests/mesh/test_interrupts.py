@@ -50,7 +50,9 @@ def load(rank: int, swaps: stores.Swaps, memory: stores.Memory | None) -> str:
         exchange = Swapping(rank, (0, 1), 4096, swaps)
         made = [np.zeros(request.nbytes, np.uint8) for request in REQUESTS[rank]]
         places = [[Place(request, n, 0)] for n, request in enumerate(REQUESTS[rank])]
-        redistribute.run(schedule, group, exchange, lambda *_: None, places, made, None)
+        redistribute.run(
+            schedule, group, exchange, lambda *_: None, redistribute.Results(made, places)
+        )
     return "well"
 
 

@@ -436,7 +436,13 @@ class TestRun:
             places = [[Place(r, n, 0)] for n, r in enumerate(requests[rank])]
             come: list[int] = []
             try:
-                redistribute.run(schedule, group, link, read(rank), places, memory, come.append)
+                redistribute.run(
+                    schedule,
+                    group,
+                    link,
+                    read(rank),
+                    redistribute.Results(memory, places, come.append),
+                )
             finally:
                 if kind is stores.LinkOfDevices:
                     link.close()
@@ -520,7 +526,9 @@ class TestRun:
                 if rank == 1 and not pressed:
                     raise errors.MemoryLimitError("no memory")
                 schedule = make_schedule(requests, 4096, rank)
-                redistribute.run(schedule, group, link, lambda *_: None, places, memory, None)
+                redistribute.run(
+                    schedule, group, link, lambda *_: None, redistribute.Results(memory, places)
+                )
             except BaseException as error:
                 group.fail(error)
                 raise
@@ -547,7 +555,7 @@ class TestRun:
         link: Any = Late(1, [0, 1], 4096, swaps)
         schedule = make_schedule(requests, 4096, 1)
         with pytest.raises(errors.ReadError, match="the disk is gone"):
-            redistribute.run(schedule, group, link, read, places, memory, None)
+            redistribute.run(schedule, group, link, read, redistribute.Results(memory, places))
 
 
 class TestChoosing:
@@ -814,7 +822,9 @@ def test_another_version_of_the_schedule_is_refused(monkeypatch: pytest.MonkeyPa
         link: Any = stores.MemoryLink(rank, [0, 1], 4096, swaps)
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
         places = [[Place(request, n, 0)] for n, request in enumerate(requests[rank])]
-        redistribute.run(made[rank], group, link, lambda *_: None, places, memory, None)
+        redistribute.run(
+            made[rank], group, link, lambda *_: None, redistribute.Results(memory, places)
+        )
 
     for found in stores.all_at_once([lambda rank=rank: process(rank) for rank in (0, 1)]):
         assert isinstance(found, errors.ProcessError), found

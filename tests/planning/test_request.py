@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,15 @@ import numpy as np
 import pytest
 import safetensors
 import samples
-from hypothesis import given, strategies as st
+from hypothesis import assume, given, strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mfload
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
 from mfload.planning.request import Request
-from mfload.planning.slicing import Axis, Selection, select
+from mfload.planning.slicing import Axis, Selection, boxed, select, shape_of, slabs
+from mfload.stored import Encoding, Stored
 
 
 def _info(shape: tuple[int, ...], dtype: str = "F32") -> TensorInfo:
@@ -211,3 +213,27 @@ def test_slices_agree_with_safetensors_and_numpy(tmp_path: Path, index: Any) -> 
         assert samples.same(found, reference)
     if found is not None:
         assert samples.same(found, array[index])
+
+
+@given(
+    hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=7),
+    st.sampled_from(["U8", "F32", "F4"]),
+    st.integers(1, 99),
+    st.none() | st.integers(1, 7),
+)
+def test_slabs_are_a_tensor_in_order(
+    shape: tuple[int, ...], dtype: str, most: int, chunk: int | None
+) -> None:
+    assume(dtypes.TABLE[dtype].size_of(shape) is not None)
+    info = _info(shape, dtype)
+    if chunk is not None and shape:
+        box = ((0, min(chunk, shape[0])), *((0, length) for length in shape[1:]))
+        stored = Stored(box=box, encodings=(Encoding("zlib", 1),))
+        info = info._replace(pieces=(Piece(0, 64, 1, stored),))
+    numbers, least = list[int](), max(info.dtype.nbytes, info.nbytes if dtype == "F4" else 0)
+    for box in slabs(info, info.nbytes, most):
+        numbers += _rebuild(shape, boxed(info, box)).ravel().tolist()
+        assert (info.dtype.size_of(shape_of(box)) or 0) <= max(most, least)
+        if chunk is not None and shape and info.nbytes // max(1, shape[0]) * chunk <= most:
+            assert box[0][0] % min(chunk, shape[0]) == 0
+    assert numbers == [*range(math.prod(shape))]
