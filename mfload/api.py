@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, over
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
-from mfload.index import Columns, Index, TensorInfo
+from mfload.index import Columns, Index
 from mfload.load_options import UNMATCHED, LoadOptions, Unmatched, started
-from mfload.loading.session import Loader
+from mfload.loading.session import Loader, verifying
 from mfload.planning import request as requesting
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, gc_paused
@@ -28,7 +28,6 @@ from mfload.sources.base import Source
 # What only some calls need is imported where it is used: or else the first load of a process would
 # spend most of its time on imports.
 if TYPE_CHECKING:
-    from mfload.checking.checksums import ManifestCheck
     from mfload.checking.manifest import Manifest
     from mfload.dtypes import DTypeLike
     from mfload.frameworks import Cupy, Framework, Jax, Numpy, Paddle, Tensorflow, Torch
@@ -242,7 +241,7 @@ def load(
         from mfload.mesh import load as mesh_load
 
         given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
-        choose, backend, deadline = _together(*given, report, options)
+        choose, backend, deadline = _together(*given, report, options, verify)
         return mesh_load.load(
             choose,
             backend,
@@ -252,7 +251,6 @@ def load(
             deadline,
             report=report,
             progress=progress,
-            check=None if verify is None else partial(_manifest_check, verify, deadline),
         )
     start = time.perf_counter()
     if report is not None:
@@ -265,12 +263,8 @@ def load(
     index, sources, requests = _choose(path, names, dtype, how)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
+    how = verifying(verify, how, index, sources, requests)
     loader = Loader(index, sources, adapter, how)
-    check = observer = None
-    if verify is not None:
-        infos = [request.info for request in requests]
-        check = _manifest_check(verify, how.deadline, index, sources, infos)
-        observer = check.observer
     if report is not None:
         report.add_stage("headers", start, read)
         report.add_stage("import", read, time.perf_counter())
@@ -280,9 +274,9 @@ def load(
 
         shows = shown(progress, sum(request.info.nbytes for request in requests))
     with shows as advance:
-        arrays = loader.load(requests, report=report, advance=advance, observer=observer)
-    if check is not None:
-        check.settle(arrays, report)
+        arrays = loader.load(requests, report=report, advance=advance)
+    if how.check is not None:
+        how.check.tell(report)
     return dict(zip(requesting.names(requests), arrays, strict=True))
 
 
@@ -834,6 +828,7 @@ def _together(
     unmatched: Unmatched,
     report: Report | None,
     options: Options | None,
+    verify: str | os.PathLike[str] | Manifest | None,
     order: Sequence[str] | None = None,
 ) -> tuple[Callable[[], Chosen], MeshBackend, Deadline]:
     """What a load on a mesh takes: checks and headers, which reach all processes; the backend."""
@@ -859,7 +854,8 @@ def _together(
         how = started(options, deadline)
         discovery.check_path(path)
         _check(framework, device, mesh, shardings, shard, unmatched)
-        return mesh_load.Chosen(*_choose(path, names, dtype, how, order), how)
+        chosen = _choose(path, names, dtype, how, order)
+        return mesh_load.Chosen(*chosen, verifying(verify, how, *chosen))
 
     return choose, mesh_load.backend(name, device, shard, valid.exchange), deadline
 
@@ -954,15 +950,3 @@ def _choose(
                 wanted, checked = selection.target(info, wish)
             requests.append(Request(info, wanted, None, checked))
         return index, sources, requests if order is None else requesting.ordered(requests, order)
-
-
-def _manifest_check(
-    verify: str | os.PathLike[str] | Manifest,
-    deadline: Deadline,
-    index: Index,
-    sources: Sequence[Source],
-    infos: Sequence[TensorInfo],
-) -> ManifestCheck:
-    from mfload.checking.checksums import ManifestCheck
-
-    return ManifestCheck(verify, index, sources, infos, deadline)

@@ -24,13 +24,15 @@ UNMATCHED = ("replicate", "error")
 
 
 class LoadOptions:
-    """Options of one call: the fields of `Options`, and two more. They don't change.
+    """Options of one call: the fields of `Options`, and three more. They don't change.
 
     They are written twice, since `Options` is a dataclass, which takes long to import.
 
     Attributes:
         deadline: When `timeout` has run out.
         by_host: Whether all arrays pass through host memory.
+        check: Compares what is read with a manifest, where `verify=` asks for it (see
+            `loading.session.verifying`).
     """
 
     engine: Engine = "auto"
@@ -48,6 +50,7 @@ class LoadOptions:
     peer: PeerOptions | None = None
     deadline: Deadline = Deadline(None)
     by_host: bool = False
+    check: Any = None
 
     def __init__(self, **given: Any) -> None:
         if unknown := [name for name in given if not hasattr(LoadOptions, name)]:

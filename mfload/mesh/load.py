@@ -19,7 +19,6 @@ import numpy as np
 
 from mfload import errors
 from mfload.index import Box, Index, TensorInfo
-from mfload.io.engine import Observer
 from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import session
 from mfload.loading.preview import Preview
@@ -169,12 +168,11 @@ def load(
     *,
     report: Report | None = None,
     progress: Progress = False,
-    check: Callable[[Index, Sequence[Source], Sequence[TensorInfo]], Any] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint onto the devices of this process, together with the other processes.
 
     `choose` checks all other arguments and reads headers: what it raises reaches the other
-    processes too. `check` makes what compares bytes while they come (see `checking.checksums`).
+    processes too.
     """
     ranks = backend.processes(mesh, shardings)
     with together(backend, ranks, deadline) as group:
@@ -188,18 +186,7 @@ def load(
             report.add_stage("shardings", read, time.perf_counter())
         if group is not None:
             agree_on_inputs(group, job.stored, chosen.sources, chosen.options, job.arguments())
-        checking = None
-        if check is not None:
-            infos = job.stored
-            wanted = base.stored_bytes(job.mine)
-            if group is not None or wanted != sum(info.nbytes for info in infos):
-                raise errors.UsageError(
-                    "verify= compares whole tensors, and this process reads parts of them",
-                    expected="one process, whose shards make up each tensor; or mfload.verify",
-                    found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
-                    + errors.amount(wanted),
-                )
-            checking = check(chosen.index, chosen.sources, infos)
+        check_whole(chosen.options, ranks, base.stored_bytes(job.mine), job.stored)
         with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,
@@ -208,16 +195,33 @@ def load(
                 group=group,
                 report=report,
                 advance=advance,
-                observer=None if checking is None else checking.observer,
             )
-        if checking is not None:
-            checking.settle(fetched, report)
         if report is not None:
             report.tensors, report.processes = len(chosen.requests), len(ranks)
+        if (check := chosen.options.check) is not None:
+            check.tell(report)
         with gc_paused():
             arrays = job.assemble(fetched)
             del job, chosen  # What was made of each tensor goes before the collector looks at it.
         return arrays
+
+
+def check_whole(
+    options: LoadOptions, ranks: Sequence[int], wanted: int, tensors: Iterable[TensorInfo]
+) -> None:
+    """Refuses to compare tensors with a manifest of which this process reads parts.
+
+    `wanted` are the bytes that it reads of them.
+    """
+    if options.check is None:
+        return
+    if len(ranks) > 1 or wanted != sum(info.nbytes for info in tensors):
+        raise errors.UsageError(
+            "verify= compares whole tensors, and this process reads parts of them",
+            expected="one process, whose shards make up each tensor; or mfload.verify",
+            found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
+            + errors.amount(wanted),
+        )
 
 
 def together(
@@ -277,7 +281,6 @@ def fetch(
     group: ProcessGroup | None = None,
     report: Report | None = None,
     advance: Callable[[int], None] | None = None,
-    observer: Observer | None = None,
 ) -> list[tuple[Any, ...]]:
     """Loads what this process requests: by itself, or by an exchange with the others.
 
@@ -289,7 +292,7 @@ def fetch(
         arrays, note = _exchange(requests, loader, backend, group, report, advance)
     if arrays is None:
         mine = requests.get(backend.rank, [])
-        arrays = loader.load(mine, report=report, advance=advance, observer=observer)
+        arrays = loader.load(mine, report=report, advance=advance)
     if report is not None and note:
         report.notes = (*report.notes, note)
     return arrays
