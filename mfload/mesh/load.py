@@ -98,6 +98,13 @@ class MeshLoad:
         """The tensors as the checkpoint has them."""
         return [request.info for request in self._whole]
 
+    def check_whole(self, processes: int) -> None:
+        """See `check_whole`, of all that is loaded."""
+        options = self.loader.options
+        if options.check is not None:
+            stored = sum(info.nbytes for info in self.stored)
+            check_whole(options, processes, abs(stored - base.stored_bytes(self.mine)))
+
     def part(self, numbers: range) -> MeshLoad:
         """The same for some of the tensors."""
         made = copy.copy(self)
@@ -186,7 +193,7 @@ def load(
             report.add_stage("shardings", read, time.perf_counter())
         if group is not None:
             agree_on_inputs(group, job.stored, chosen.sources, chosen.options, job.arguments())
-        check_whole(chosen.options, ranks, base.stored_bytes(job.mine), job.stored)
+        job.check_whole(len(ranks))
         with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,
@@ -206,21 +213,17 @@ def load(
         return arrays
 
 
-def check_whole(
-    options: LoadOptions, ranks: Sequence[int], wanted: int, tensors: Iterable[TensorInfo]
-) -> None:
+def check_whole(options: LoadOptions, processes: int, missing: int = 0) -> None:
     """Refuses to compare tensors with a manifest of which this process reads parts.
 
-    `wanted` are the bytes that it reads of them.
+    `missing` are the bytes of them that it does not read.
     """
-    if options.check is None:
-        return
-    if len(ranks) > 1 or wanted != sum(info.nbytes for info in tensors):
+    if options.check is not None and (processes > 1 or missing):
         raise errors.UsageError(
             "verify= compares whole tensors, and this process reads parts of them",
             expected="one process, whose shards make up each tensor; or mfload.verify",
-            found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
-            + errors.amount(wanted),
+            found=f"{errors.counted(processes, 'process', 'processes')}"
+            + (f"; {errors.amount(missing)} are not read here" if missing else ""),
         )
 
 
