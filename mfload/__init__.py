@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mfload import compat, errors, ondemand
-    from mfload.api import abstract, load, open, plan, restore, save, stream
+    from mfload.api import abstract, load, load_into, open, plan, restore, save, stream
     from mfload.checking.convert import Aligned, Converted, align, convert
     from mfload.checking.diff import Difference, diff
     from mfload.checking.manifest import Manifest
@@ -34,12 +34,11 @@ if TYPE_CHECKING:
     from mfload.saving.background import PendingSave
     from mfload.saving.save import Saved
     from mfload.trees.keymap import rule
-    from mfload.trees.load_into import load_into
 
 __version__ = "0.1.0"
 
 _NAMES = {
-    "api": "abstract load open plan restore save stream",
+    "api": "abstract load load_into open plan restore save stream",
     "checking.convert": "Aligned Converted align convert",
     "checking.diff": "Difference diff",
     "checking.manifest": "Manifest",
@@ -61,7 +60,6 @@ _NAMES = {
     "saving.background": "PendingSave",
     "saving.save": "Saved",
     "trees.keymap": "rule",
-    "trees.load_into": "load_into",
 }
 _WHERE = {name: f"mfload.{where}" for where, names in _NAMES.items() for name in names.split()}
 

@@ -13,12 +13,12 @@ from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
-from mfload.index import Columns, Index, TensorInfo
-from mfload.loading.session import Loader
+from mfload.index import Columns, Index
+from mfload.loading.session import Loader, verifying
 from mfload.options import UNMATCHED, LoadOptions, Unmatched, started
 from mfload.planning import request as requesting
 from mfload.planning.request import Request
@@ -28,7 +28,6 @@ from mfload.sources.base import Source
 # What only some calls need is imported where it is used: or else the first load of a process would
 # spend most of its time on imports.
 if TYPE_CHECKING:
-    from mfload.checking.checksums import ManifestCheck
     from mfload.checking.manifest import Manifest
     from mfload.dtypes import DTypeLike
     from mfload.frameworks import Cupy, Framework, Jax, Numpy, Paddle, Tensorflow, Torch
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from mfload.saving.background import PendingSave
     from mfload.saving.save import Saved
     from mfload.sources import PathOrBytes
-    from mfload.trees.load_into import IntoArguments, Structs
 
     Paths = PathOrBytes | Sequence[PathOrBytes]
     Named = Framework | ModuleType
@@ -70,16 +68,22 @@ if TYPE_CHECKING:
         shardings: Any
         shard: tuple[int, int] | None
         unmatched: Unmatched
+        verify: str | os.PathLike[str] | Manifest | None
         progress: Progress
         report: Report | None
-        options: Options | None
-
-    class LoadArguments(Arguments, total=False):
-        """Those of `load`."""
-
-        verify: str | os.PathLike[str] | Manifest | None
         fallback: Paths | None
         prefer: Prefer
+        options: Options | None
+
+    class OpenArguments(TypedDict, total=False):
+        """Those of `open`, beside path, framework and device."""
+
+        names: Names
+        verify: str | os.PathLike[str] | Manifest | None
+        report: Report | None
+        fallback: Paths | None
+        prefer: Prefer
+        options: Options | None
 
     class StreamArguments(Arguments, total=False):
         """Those of `stream`, whose lazy tensors are arrays only in PyTorch."""
@@ -92,6 +96,28 @@ if TYPE_CHECKING:
 
         order: Sequence[str] | None
         lazy: Literal[False]
+
+    Structs: TypeAlias = Mapping[str, "ShapeDtypeStruct | Structs"]
+    """A target without arrays, which come back in it."""
+
+    class IntoArguments(TypedDict, total=False):
+        """What `load_into` and `restore` have in common, beside path and target."""
+
+        mapping: Any
+        mesh: Any
+        shardings: Any
+        unmatched: Unmatched
+        logical_axis_rules: Any
+        names: Names
+        dtype: DTypeLike
+        strict: bool
+        atomic: bool
+        verify: str | os.PathLike[str] | Manifest | None
+        progress: Progress
+        report: Report | None
+        fallback: Paths | None
+        prefer: Prefer
+        options: Options | None
 
     class RestoreArguments(IntoArguments, total=False):
         """Those of `restore`."""
@@ -117,35 +143,35 @@ T = TypeVar("T")
 
 @overload
 def load(
-    path: Paths, framework: Numpy = ..., *, device: Device = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Numpy = ..., *, device: Device = ..., **more: Unpack[Arguments]
 ) -> dict[str, NumpyArray]: ...
 @overload
 def load(
-    path: Paths, framework: Jax, *, device: Device = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Jax, *, device: Device = ..., **more: Unpack[Arguments]
 ) -> dict[str, JaxArray]: ...
 @overload
 def load(
-    path: Paths, framework: Torch, *, device: Device = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Torch, *, device: Device = ..., **more: Unpack[Arguments]
 ) -> dict[str, TorchTensor]: ...
 @overload
 def load(
-    path: Paths, framework: Tensorflow, *, device: Device = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Tensorflow, *, device: Device = ..., **more: Unpack[Arguments]
 ) -> dict[str, TensorflowTensor]: ...
 @overload
 def load(
-    path: Paths, framework: Paddle, *, device: Device = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Paddle, *, device: Device = ..., **more: Unpack[Arguments]
 ) -> dict[str, PaddleTensor]: ...
 @overload
 def load(
-    path: Paths, framework: Cupy, *, device: Device = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Cupy, *, device: Device = ..., **more: Unpack[Arguments]
 ) -> dict[str, CupyArray]: ...
 @overload
 def load(
-    path: Paths, framework: Named = ..., *, device: Rules = ..., **more: Unpack[LoadArguments]
+    path: Paths, framework: Named = ..., *, device: Rules = ..., **more: Unpack[Arguments]
 ) -> dict[str, Any]: ...
 @overload
 def load(
-    path: Paths, framework: Named = ..., *, device: list[T], **more: Unpack[LoadArguments]
+    path: Paths, framework: Named = ..., *, device: list[T], **more: Unpack[Arguments]
 ) -> dict[str, list[Any]]: ...
 def load(
     path: PathOrBytes | Sequence[PathOrBytes],
@@ -241,9 +267,8 @@ def load(
         from mfload.mesh import load as mesh_load
 
         given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
-        made = _on_mesh(*given, report, options)
-        check = None if verify is None else partial(_manifest_check, verify, made.deadline)
-        return mesh_load.load(made, progress=progress, check=check)
+        made = _on_mesh(*given, report, options, verify)
+        return mesh_load.load(made, progress=progress)
     start = time.perf_counter()
     if report is not None:
         from mfload.report import cleared
@@ -255,12 +280,8 @@ def load(
     index, sources, requests = _choose(path, names, dtype, how)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
+    how = verifying(verify, how, index, sources, (request.info for request in requests))
     loader = Loader(index, sources, adapter, how)
-    check = observer = None
-    if verify is not None:
-        infos = [request.info for request in requests]
-        check = _manifest_check(verify, how.deadline, index, sources, infos)
-        observer = check.observer
     if report is not None:
         report.add_stage("headers", start, read)
         report.add_stage("import", read, time.perf_counter())
@@ -270,49 +291,54 @@ def load(
 
         shows = shown(progress, sum(request.info.nbytes for request in requests))
     with shows as advance:
-        arrays = loader.load(requests, report=report, advance=advance, observer=observer)
-    if check is not None:
-        check.settle(arrays, report)
+        arrays = loader.load(requests, report=report, advance=advance)
+    if how.check is not None:
+        how.check.tell(report)
     return dict(zip(requesting.names(requests), arrays, strict=True))
 
 
 @overload
 def open(
-    path: Paths, framework: Numpy = ..., device: Device = ..., *, options: Options | None = ...
+    path: Paths, framework: Numpy = ..., device: Device = ..., **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[NumpyArray]: ...
 @overload
 def open(
-    path: Paths, framework: Jax, device: Device = ..., *, options: Options | None = ...
+    path: Paths, framework: Jax, device: Device = ..., **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[JaxArray]: ...
 @overload
 def open(
-    path: Paths, framework: Torch, device: Device = ..., *, options: Options | None = ...
+    path: Paths, framework: Torch, device: Device = ..., **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[TorchTensor]: ...
 @overload
 def open(
-    path: Paths, framework: Tensorflow, device: Device = ..., *, options: Options | None = ...
+    path: Paths, framework: Tensorflow, device: Device = ..., **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[TensorflowTensor]: ...
 @overload
 def open(
-    path: Paths, framework: Paddle, device: Device = ..., *, options: Options | None = ...
+    path: Paths, framework: Paddle, device: Device = ..., **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[PaddleTensor]: ...
 @overload
 def open(
-    path: Paths, framework: Cupy, device: Device = ..., *, options: Options | None = ...
+    path: Paths, framework: Cupy, device: Device = ..., **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[CupyArray]: ...
 @overload
 def open(
-    path: Paths, framework: Named = ..., device: Rules = ..., *, options: Options | None = ...
+    path: Paths, framework: Named = ..., device: Rules = ..., **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[Any]: ...
 @overload
 def open(
-    path: Paths, framework: Named = ..., *, device: list[T], options: Options | None = ...
+    path: Paths, framework: Named = ..., *, device: list[T], **more: Unpack[OpenArguments]
 ) -> LazyCheckpoint[list[Any]]: ...
 def open(
     path: PathOrBytes | Sequence[PathOrBytes],
     framework: Framework | ModuleType = "numpy",
     device: object = None,
     *,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    verify: str | os.PathLike[str] | Manifest | None = None,
+    report: Report | None = None,
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
     options: Options | None = None,
 ) -> LazyCheckpoint[Any]:
     """Opens a checkpoint to take tensors and slices from; reads headers only.
@@ -321,21 +347,42 @@ def open(
     and what is wrong with it is found then. `keys()` looks at all shards.
 
     Takes the place of `safetensors.safe_open`, for whole checkpoints too. The arguments are those
-    of `load`; the timeout is for the headers, and for each request.
+    of `load`, for all that is taken from the checkpoint:
+
+    - `names` are those that it has: others are not found.
+    - `verify` compares a tensor each time it is read. One of which a slice is taken is read whole
+      before, once.
+    - `report` adds up what is read; small reads take longer with it.
+    - `fallback` is opened when the first place can't be, or when a read of that fails, and is used
+      from then on.
+    - The timeout is for the headers, and for each request.
 
     Returns:
-        A context manager; usable from several threads, after a fork, and pickled. It keeps files
-        open from their first use until it is closed.
+        A context manager; usable from several threads, after a fork, and pickled, without the
+        report. It keeps files open from their first use until it is closed.
 
     Raises:
         MfloadError: As `load` does.
     """
-    from mfload.loading.lazy import LazyCheckpoint
+    from mfload.loading import lazy
+    from mfload.report import cleared
 
-    how = started(options)
-    _, index, sources = checkpoint.choose(path, how, attrgetter("names"))
-    adapter = frameworks.get(framework, device, index.names)
-    return LazyCheckpoint(index, sources, adapter, device=device, options=options)
+    if isinstance(names, Iterator):
+        names = list(names)
+    asked = lazy.Asked(device, options, names, verify, report, fallback)
+
+    def begin(place: Any, options: Options | None) -> LazyCheckpoint[Any]:
+        if report is not None:
+            cleared(report)
+        wanted = asked if place is first else asked._replace(fallback=None)
+        return lazy.opened(place, framework, wanted, started(options))
+
+    first = path if prefer == "path" else fallback
+    if fallback is None:
+        return begin(path, options)
+    from mfload.loading import attempts
+
+    return attempts.run(begin, path, fallback, prefer, options, report, whole=False)
 
 
 @overload
@@ -383,8 +430,11 @@ def stream(
     unmatched: Literal["replicate", "error"] = "replicate",
     order: Sequence[str] | None = None,
     lazy: bool = False,
+    verify: str | os.PathLike[str] | Manifest | None = None,
     progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
     options: Options | None = None,
 ) -> Stream[Any]:
     """Iterates over the tensors of a checkpoint, in bounded memory; reads ahead in a thread.
@@ -395,6 +445,9 @@ def stream(
       slots of the readers. Tensors are read in batches of at most 64 MiB or a quarter of it, in a
       buffer that lives as long as any of them; a larger tensor is read alone, beside that bound.
     - `timeout` is for the headers, and for each batch.
+    - `verify` compares a batch before any tensor of it is handed out.
+    - `fallback` is also read for the rest, in the same order, if the first place fails in the
+      middle; not for lazy tensors, which are read where the stream was opened.
     - Several processes agree on each batch, and with `Options(exchange="once")` read it for each
       other when it is asked for. If one leaves before the end, the others raise ProcessError.
 
@@ -414,27 +467,58 @@ def stream(
     Raises:
         MfloadError: As `load` does; what comes after the headers, from the iteration.
     """
-    if isinstance(order, Iterator):
-        order = list(order)
-    if names is None and order is not None:
-        names = order
-    if mesh is not None or shardings is not None or shard is not None:
-        if lazy:
-            message, expected = "lazy tensors are not sharded", "slices of them, and no mesh="
-            raise errors.UsageError(message, expected=expected)
-        from mfload.mesh import stream as mesh_stream
+    order = list(order) if isinstance(order, Iterator) else order
+    names = list(names) if isinstance(names, Iterator) else names
+    if lazy and (mesh is not None or shardings is not None or shard is not None):
+        message, expected = "lazy tensors are not sharded", "slices of them, and no mesh="
+        raise errors.UsageError(message, expected=expected)
+    given = framework, device, order if names is None else names, dtype
+    given = *given, mesh, shardings, shard, unmatched
+    call = partial(_stream, given, order, verify, progress, report, lazy=lazy)
+    if fallback is None:
+        return call(path, options=options)
+    from mfload.loading import attempts
 
-        given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
-        return mesh_stream.stream(_on_mesh(*given, report, options, order), progress)
-    from mfload.loading import stream as streaming
+    return attempts.stream(call, path, fallback, prefer, options, report)
+
+
+def _stream(
+    given: tuple[Any, ...],
+    order: Sequence[str] | None,
+    verify: str | os.PathLike[str] | Manifest | None,
+    progress: Progress,
+    report: Report | None,
+    path: PathOrBytes | Sequence[PathOrBytes],
+    *,
+    lazy: bool,
+    options: Options | None,
+    left: Sequence[str] | None = None,
+) -> Stream[Any]:
+    """A stream of one place; `given` are arguments of `_check` and `_choose` but the path.
+
+    `left`: the names that come, after others of another place, which the report has.
+    """
     from mfload.report import cleared
 
-    cleared(report)
+    framework, device, names, dtype, mesh, shardings, shard, unmatched = given
+    if left is not None:
+        names = order = left
+    else:
+        cleared(report)
+    if mesh is not None or shardings is not None or shard is not None:
+        from mfload.mesh import stream as mesh_stream
+
+        same = framework, device, names, dtype, mesh, shardings, shard, unmatched
+        made = _on_mesh(path, *same, None, options, verify, order)
+        return mesh_stream.stream(made._replace(report=report), progress)
+    from mfload.loading import stream as streaming
+
     start = time.perf_counter()
     how = started(options)
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how, order)
+    how = verifying(verify, how, index, sources, (request.info for request in requests))
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     if report is not None:
@@ -445,10 +529,10 @@ def stream(
         return streaming.stream(streaming.Tensors(*every), progress)
     if progress:
         raise errors.UsageError("lazy tensors show no progress", expected="no progress=")
-    from mfload.loading.lazy import LazyCheckpoint
+    from mfload.loading.lazy import Asked, LazyCheckpoint
 
     sources = streaming.ahead(sources, requests, how.max_host_overhead)
-    opened = LazyCheckpoint(index, sources, adapter, device=device, options=options)
+    opened = LazyCheckpoint(index, sources, adapter, Asked(device, options), check=how.check)
     return streaming.lazily(opened, index, sources, adapter, requests, report)
 
 
@@ -463,6 +547,8 @@ def plan(
     shardings: Any = None,
     shard: tuple[int, int] | None = None,
     unmatched: Literal["replicate", "error"] = "replicate",
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
     options: Options | None = None,
 ) -> Preview:
     """Says what `load` would do with the same arguments; reads headers only.
@@ -480,6 +566,13 @@ def plan(
     Raises:
         MfloadError: As `load` does.
     """
+    if fallback is not None:
+        from mfload.loading import attempts
+
+        same: dict[str, Any] = {"device": device, "names": names, "dtype": dtype, "mesh": mesh}
+        same |= {"shardings": shardings, "shard": shard, "unmatched": unmatched}
+        call = partial(plan, framework=framework, **same)
+        return attempts.run(call, path, fallback, prefer, options, None, whole=False)
     how = started(options)
     sharded = mesh is not None or shardings is not None or shard is not None
     if framework is None:
@@ -511,6 +604,8 @@ def abstract(
     unmatched: Literal["replicate", "error"] = "replicate",
     names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
     dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] | None = None,
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
     options: Options | None = None,
 ) -> dict[str, ShapeDtypeStruct]:
     """Says what arrays `load` would make for JAX with the same arguments; reads headers only.
@@ -524,6 +619,12 @@ def abstract(
     Raises:
         MfloadError: As `load` does.
     """
+    if fallback is not None:
+        from mfload.loading import attempts
+
+        same: dict[str, Any] = {"mesh": mesh, "shardings": shardings, "unmatched": unmatched}
+        call = partial(abstract, **same, names=names, dtype=dtype)
+        return attempts.run(call, path, fallback, prefer, options, None, whole=False)
     from mfload.mesh import load as mesh_load
 
     name = _check(frameworks.ON_MESHES[0], None, mesh, shardings, None, unmatched)
@@ -531,6 +632,120 @@ def abstract(
     chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
     asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
     return mesh_load.abstract(chosen, name, asked)
+
+
+@overload
+def load_into(target: Structs, path: Paths, **more: Unpack[IntoArguments]) -> dict[str, Any]: ...
+@overload
+def load_into(target: T, path: Paths, **more: Unpack[IntoArguments]) -> T: ...
+def load_into(
+    target: Any,
+    path: PathOrBytes | Sequence[PathOrBytes],
+    *,
+    mapping: Any = None,
+    mesh: Any = None,
+    shardings: Any = None,
+    unmatched: Literal["replicate", "error"] = "replicate",
+    logical_axis_rules: Any = None,
+    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
+    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
+    strict: bool = True,
+    atomic: bool = False,
+    verify: str | os.PathLike[str] | Manifest | None = None,
+    progress: bool | Callable[[int, int], None] = False,
+    report: Report | None = None,
+    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
+    prefer: Literal["path", "fallback"] = "path",
+    options: Options | None = None,
+) -> Any:
+    r"""Loads a checkpoint into a module or a tree of JAX: its names, shapes and dtypes.
+
+    A `torch.nn.Module` is filled in place and returned: its parameters and the buffers that it
+    saves, by their names in `state_dict()`. What lies on the meta device gets memory; DTensors
+    (`fully_shard`, `distribute_module`) are filled with the part of this process, and all processes
+    of their meshes must call this together. Modules in it that have load hooks are loaded through
+    these, by `load_state_dict`. A `paddle.nn.Layer` is filled likewise, with its distributed
+    tensors; parameters that were made under `paddle.LazyGuard` get memory. Of a `keras.Model` or
+    another layer of Keras, which must be built, the weights are filled, by `variable.path`
+    ("dense/kernel"): where TensorFlow or JAX is under Keras, they are assigned new arrays.
+
+    A tree of JAX is a template: it is left as it is, and a new tree of the same type is returned.
+    Its leaves are named by their paths, joined by dots ("layers.0.attn.kernel"); what Flax calls
+    the value of a variable or a box is not part of the name.
+
+    Args:
+        target: A module as above; or a pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists,
+            named tuples, dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables,
+            Linen's params and boxes, a `TrainState`. A leaf keeps its type: an array or a scalar of
+            NumPy's and a plain number come back as such, and a `Format` in a
+            `jax.ShapeDtypeStruct` says the layout. What the checkpoint lacks of these stays as it
+            is: PRNG keys, batch statistics, plain numbers, leaves that are not arrays, and an
+            optimizer's state as a whole (with a warning). Typed PRNG keys are never loaded: put
+            `jax.random.key_data(key)` into the target, and wrap what is loaded with
+            `jax.random.wrap_key_data`.
+        path: As for `mfload.load`.
+        mapping: From names in the checkpoint to names in the target. Default: they are the same.
+            `{regex: replacement}`, where the regex must match the whole stored name and `\1`
+            stands for its group; `{regex: (replacement, (permute, reshape))}`;
+            `{regex: mfload.rule(...)}`; `{regex: [...]}` with any of these for a tensor that goes
+            to several leaves; `{regex: None}` for tensors that are left out, unless another regex
+            matches them. Or a function from a name to a name, or to None.
+        mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves of JAX that name
+            no devices. Default: that of `jax.set_mesh`. Without a mesh they lie where the array of
+            the target does, else on the default device, and are not committed to it.
+        shardings: As for `mfload.load`, for names of the target. It takes precedence over the
+            shardings of the leaves, and makes arrays of JAX of NumPy's.
+        unmatched: What becomes of leaves for which neither a rule nor the leaf itself gives a
+            sharding: "replicate" or "error".
+        logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
+            name logical axes.
+        names: Which tensors are loaded, by their names in the checkpoint, as for `mfload.load`.
+            What the others would fill stays as it is. Refused for modules of PyTorch with load
+            hooks.
+        dtype: "target" (what each leaf holds), "stored", or as for `mfload.load`, for names of
+            the target; leaves that no entry matches get what they hold. What a module holds in
+            memory keeps its dtype, and another is refused.
+        strict: Whether every leaf must be filled and every stored tensor used. If False, what
+            fits is loaded and the other leaves stay as they are; something must fit.
+        atomic: Whether a module keeps all of its old values if the load fails. The new values are
+            loaded beside it, into as many bytes of host memory, and copied once all processes have
+            theirs. Refused for PyTorch modules with load hooks. JAX trees are new in any case.
+        verify: As for `mfload.load`, in one process. A tensor that is read in parts for leaves at
+            different times is read whole before. A module keeps what was found to be damaged,
+            unless `atomic`.
+        progress: As for `mfload.load`.
+        report: As for `mfload.load`.
+        fallback: As for `mfload.load`.
+        prefer: As for `mfload.load`.
+        options: As for `mfload.load`; what a rule transforms lies in JAX's memory in any case.
+
+    Returns:
+        The module itself, or a tree of the target's type with arrays in place. The report notes
+        which leaves stayed as they were; a `UserWarning` names those that have no value, such as
+        buffers on the meta device that a module does not save.
+
+    Raises:
+        UsageError: The target has no leaf that could hold a tensor, though the checkpoint has
+            tensors, or an argument is invalid.
+        MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
+            before data is read. What load hooks refuse is known once they have run.
+        ShardingError: A sharding does not fit its leaf.
+        MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded. A
+            module that is filled in place may be, unless `atomic`: the exception has a note, and
+            `mfload_torn` of the module names what may hold old or new values, until it is loaded.
+    """
+    from mfload.loading import attempts
+    from mfload.trees import load_into as filling
+
+    placed = mesh, shardings, unmatched, logical_axis_rules
+    names = list(names) if isinstance(names, Iterator) else names
+    wanted: Any = mapping, *placed, dtype, strict, progress, report, names, atomic, verify
+    asked = filling.Wishes(*wanted)
+    call = partial(filling.fill, target, asked)
+    if not attempts.needed(fallback, options):
+        return call(path, options=options)
+    whole = mapping is None and names is None
+    return attempts.run(call, path, fallback, prefer, options, report, whole=whole)
 
 
 @overload
@@ -555,6 +770,7 @@ def restore(
     framework: Framework | ModuleType | None = None,
     unmatched: Literal["replicate", "error"] = "replicate",
     logical_axis_rules: Any = None,
+    verify: str | os.PathLike[str] | Manifest | None = None,
     progress: bool | Callable[[int, int], None] = False,
     report: Report | None = None,
     fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
@@ -603,6 +819,7 @@ def restore(
             "replicate" or "error".
         logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes of the
             target that name logical axes.
+        verify: As for `mfload.load_into`.
         progress: As for `mfload.load`.
         report: As for `mfload.load`; notes what was left as it was.
         fallback: As for `mfload.load`.
@@ -638,13 +855,15 @@ def restore(
         given |= {"mapping": mapping, "step": step, "prefix": prefix, "names": names}
         given |= {"dtype": dtype, "strict": strict, "atomic": atomic, "framework": framework}
         given |= {"unmatched": unmatched, "logical_axis_rules": logical_axis_rules}
+        given |= {"verify": verify}
         call = partial(restore, **given, progress=progress, report=report)
         whole = names is None and mapping is None
         return attempts.run(call, path, fallback, prefer, options, report, whole=whole)
     locate = partial(steps.locate, step=step, prefix=prefix)
     if target is not None:
         placed = mesh, shardings, unmatched, logical_axis_rules
-        asked = filling.Wishes(mapping, *placed, dtype, strict, progress, report, names, atomic)
+        wanted: Any = mapping, *placed, dtype, strict, progress, report, names, atomic, verify
+        asked = filling.Wishes(*wanted)
         opening = discovery.Opening(path, locate)
         return filling.fill(target, asked, opening, options=options, whole=True)
     for name, value in {"mapping": mapping, "logical_axis_rules": logical_axis_rules}.items():
@@ -666,11 +885,13 @@ def restore(
         mesh=mesh,
         shardings=shardings,
         unmatched=unmatched,
+        verify=verify,
         progress=progress,
         report=report,
         options=options,
     )
-    arrays |= nested.scalars(tree[-1], *opening.opened, arrays, started(options))
+    how = verifying(verify, started(options), *opening.opened)
+    arrays |= nested.scalars(tree[-1], *opening.opened, arrays, how)
     return nested.filled(tree[-1], arrays, plain=names is None)
 
 
@@ -824,6 +1045,7 @@ def _on_mesh(
     unmatched: Unmatched,
     report: Report | None,
     options: Options | None,
+    verify: str | os.PathLike[str] | Manifest | None,
     order: Sequence[str] | None = None,
 ) -> MeshCall:
     """A load on a mesh, of which checks and headers reach all processes."""
@@ -849,7 +1071,10 @@ def _on_mesh(
         how = started(options, deadline)
         discovery.check_path(path)
         _check(framework, device, mesh, shardings, shard, unmatched)
-        return mesh_load.Chosen(*_choose(path, names, dtype, how, order), how)
+        chosen = _choose(path, names, dtype, how, order)
+        index, sources, requests = chosen
+        infos = (request.info for request in requests)
+        return mesh_load.Chosen(*chosen, verifying(verify, how, index, sources, infos))
 
     backend = mesh_load.backend(name, device, shard, valid.exchange)
     asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
@@ -946,15 +1171,3 @@ def _choose(
                 wanted, checked = selection.target(info, wish)
             requests.append(Request(info, wanted, None, checked))
         return index, sources, requests if order is None else requesting.ordered(requests, order)
-
-
-def _manifest_check(
-    verify: str | os.PathLike[str] | Manifest,
-    deadline: Deadline,
-    index: Index,
-    sources: Sequence[Source],
-    infos: Sequence[TensorInfo],
-) -> ManifestCheck:
-    from mfload.checking.checksums import ManifestCheck
-
-    return ManifestCheck(verify, index, sources, infos, deadline)

@@ -183,6 +183,11 @@ class ProcessError(MfloadError, RuntimeError):
     """Another process of the same load failed, is gone, or sees other files."""
 
 
+OF_A_PLACE = (SourceError, FormatError, ProcessError)
+"""Errors that another place of the same checkpoint may not have. Those of arguments, names and
+memory are the same elsewhere."""
+
+
 class UnsupportedDtypeError(MfloadError, TypeError):
     """A dtype that mfload does not know, or a conversion that does not exist."""
 

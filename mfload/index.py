@@ -321,3 +321,19 @@ class Index:
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+class ChosenIndex(Index):
+    """The index of tensors that were chosen of a checkpoint, whose strings and files it has."""
+
+    __slots__ = ("_every",)
+
+    def __init__(self, every: Index, chosen: Columns) -> None:
+        self._every, self.files, self.notes = every, every.files, every.notes
+        self.tensors = self.names = Table(chosen)
+        self.columns = chosen
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("found", "metadata"):  # Of shards, all headers are read for the strings.
+            raise AttributeError(name)
+        return getattr(self._every, name)

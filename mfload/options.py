@@ -196,9 +196,11 @@ class LoadOptions(Options):
     Attributes:
         deadline: When `timeout` has run out.
         by_host: Whether all arrays pass through host memory.
+        check: Compares what is read with a manifest, where `verify=` asks for it (see
+            `loading.session.verifying`).
     """
 
-    __slots__ = ("by_host", "deadline")
+    __slots__ = ("by_host", "check", "deadline")
 
     if TYPE_CHECKING:  # They were sizes and a mapping.
         max_host_overhead: int | None  # pyright: ignore
@@ -207,11 +209,18 @@ class LoadOptions(Options):
 
     deadline: Deadline
     by_host: bool
+    check: Any
 
     def __init__(
-        self, *, deadline: Deadline | None = None, by_host: bool = False, **given: Any
+        self,
+        *,
+        deadline: Deadline | None = None,
+        by_host: bool = False,
+        check: Any = None,
+        **given: Any,
     ) -> None:
         super().__init__(**given)
+        object.__setattr__(self, "check", check)
         object.__setattr__(self, "deadline", deadline or Deadline(None))
         object.__setattr__(self, "by_host", by_host)
 

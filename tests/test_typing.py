@@ -14,28 +14,26 @@ import mfload
 from mfload import frameworks
 
 ROOT = Path(__file__).resolve().parents[1]
-API, INTO = "mfload/api.py", "mfload/trees/load_into.py"
+API = "mfload/api.py"
 
 
 def _keys(name: str) -> set[str]:
-    """The keys of a TypedDict in the two modules, with those of its base."""
-    for path in (API, INTO):
-        for node in ast.walk(ast.parse((ROOT / path).read_text("utf-8"))):
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                own = {
-                    ast.unparse(each.target)
-                    for each in node.body
-                    if isinstance(each, ast.AnnAssign)
-                }
-                base = ast.unparse(node.bases[0])
-                return own if base == "TypedDict" else own | _keys(base)
+    """The keys of a TypedDict, with those of its base."""
+    for node in ast.walk(ast.parse((ROOT / API).read_text("utf-8"))):
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            own = {
+                ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)
+            }
+            base = ast.unparse(node.bases[0])
+            return own if base == "TypedDict" else own | _keys(base)
     raise LookupError(name)
 
 
 @pytest.mark.parametrize(
     ("call", "first", "rest"),
     [
-        (mfload.load, "path framework device", "LoadArguments"),
+        (mfload.load, "path framework device", "Arguments"),
+        (mfload.open, "path framework device", "OpenArguments"),
         (mfload.stream, "path framework device", "StreamArguments"),
         (mfload.stream, "path framework device", "EagerArguments"),
         (mfload.restore, "path target", "RestoreArguments"),

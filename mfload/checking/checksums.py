@@ -10,20 +10,25 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+import itertools
+import math
 import operator
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from mfload import errors
-from mfload.checking import manifest as manifests
+from mfload.checking import manifest as manifests, scan as scanning
 from mfload.checking.manifest import Manifest
 from mfload.formats.base import Checksum
 from mfload.formats.strict_json import brief
 from mfload.index import Index, Piece, TensorInfo
+from mfload.options import LoadOptions
+from mfload.planning.request import Request
+from mfload.planning.slicing import intersection
 from mfload.report import Report
 from mfload.runtime import Deadline
 from mfload.sources import shown
@@ -32,6 +37,7 @@ from mfload.sources.base import Source
 _PART = 256 << 10  # Bytes that are inflated at once, and made at once.
 # How often a thread that waits for its turn looks whether the load was given up, in seconds.
 _TICK = 0.05
+_MOST_BOXES = 64  # Of a tensor, among which two that overlap are sought.
 
 Stopped = Callable[[], bool]
 Offender = tuple[TensorInfo, str, str]
@@ -127,7 +133,7 @@ class Hasher:
         files: Mapping[int, int] | None = None,
         sums: Iterable[tuple[int, Checksum]] = (),
     ) -> None:
-        tensors = list(tensors)
+        self.tensors = tensors = list(tensors)
         self._new = new = tensor_hash() if tensors else hashlib.sha256
         self._several = {info.name: len(info.pieces) for info in tensors if len(info.pieces) > 1}
         self._digests: dict[Any, str] = {}
@@ -212,9 +218,10 @@ class Hasher:
 
 
 class ManifestCheck:
-    """`load(verify=)`: compares the bytes that `observer` sees in a load with a manifest.
+    """`verify=`: compares what the loads of a call read with a manifest.
 
-    Raises ChecksumError at once if the manifest lacks a tensor, or has another dtype or shape.
+    A tensor that a load reads whole is hashed while it arrives. One of which it reads parts, or
+    parts at different times, is read whole before, once.
     """
 
     def __init__(
@@ -222,11 +229,9 @@ class ManifestCheck:
         manifest: str | os.PathLike[str] | Manifest,
         index: Index,
         sources: Sequence[Source],
-        tensors: Sequence[TensorInfo],
         deadline: Deadline,
     ) -> None:
-        self._index, self._sources, self._tensors = index, sources, tensors
-        self._deadline = deadline
+        self._index, self._sources, self._deadline = index, sources, deadline
         if not isinstance(manifest, Manifest):
             read = partial(Manifest.read, manifest)
             manifest = deadline.bound(read, "reading the manifest", shown(manifest))
@@ -238,7 +243,13 @@ class ManifestCheck:
                 expected="checksums='xxh3' or 'both' when it is written; mfload.verify compares "
                 "the SHA-256 of files",
             )
-        self._refuse([*self._manifest.differences(tensors)])
+        self._verified: dict[str, bool] = {}  # Whether bytes were read for this alone.
+        self._turn = threading.Lock()  # Several threads may read of an opened checkpoint.
+        self._note = ""
+
+    def expect(self, tensors: Sequence[TensorInfo]) -> None:
+        """Raises ChecksumError if the manifest lacks a tensor, or has another dtype or shape."""
+        self._refuse([*self._manifest.differences(tensors)], len(tensors))
         for info in tensors:
             if not info.simple and not all(_is_read(info, piece) for piece in info.pieces):
                 raise errors.UsageError(
@@ -246,25 +257,63 @@ class ManifestCheck:
                     tensor=info.name,
                     expected="mfload.verify, which reads whole files",
                 )
-        self.observer = Hasher(tensors)
 
-    def settle(self, arrays: list[Any], report: Report | None) -> None:
-        """Compares the digests of what was loaded; if any differ, arrays and report are emptied."""
-        offenders = list(self._manifest.differences(self._tensors, self.observer.digests()))
-        if offenders:
-            # An error that is kept keeps this frame, and the caller's.
-            arrays.clear()
-            if report is not None:
-                report.leave_read()
-        self._refuse(offenders)
-        if report is not None:
-            report.notes += (
-                f"{errors.counted(len(self._tensors), 'tensor')} verified against the manifest",
-            )
+    def watch(
+        self, requests: Sequence[Request], batches: Sequence[Sequence[int]], options: LoadOptions
+    ) -> Hasher:
+        """What sees the bytes of a load, of requests that are read in batches."""
+        parts: dict[str, tuple[TensorInfo, set[int], set[Any]]] = {}
+        for number, batch in enumerate(batches):
+            for at in batch:
+                info, _, selection, *_ = requests[at]
+                _, seen, selections = parts.setdefault(info.name, (info, set(), set()))
+                seen.add(number)
+                selections.add(selection)
+        self.expect([info for info, *_ in parts.values() if info.name not in self._verified])
+        whole: list[TensorInfo] = []
+        others: list[TensorInfo] = []
+        for info, seen, selections in parts.values():
+            if len(seen) == 1 and (selections == {None} or _tile(info, selections)):
+                whole.append(info)
+            elif not self._verified.get(info.name):
+                others.append(info)
+        if others:
+            self._scan(others, options)
+        return Hasher(whole)
 
-    def _refuse(self, offenders: Sequence[Offender]) -> None:
+    def _scan(self, tensors: Sequence[TensorInfo], options: LoadOptions) -> None:
+        """Reads tensors whole, and compares them."""
+        hasher, sources = Hasher(tensors), self._sources
+        pieces = [piece for info in tensors for piece in info.pieces]
+        stored = [piece for piece in pieces if piece.stored is None or piece.stored.inline is None]
+        rows = scanning.joined(stored, scanning.gap(sources), scanning.BLOCK)
+        blocks = [part for block, _ in rows for part in scanning.cut(block)]
+        scanning.scan(sources, blocks, hasher, options)
+        self.settle(hasher, None)
+        with self._turn:
+            self._verified |= dict.fromkeys((info.name for info in tensors), True)
+
+    def settle(self, hasher: Hasher, report: Report | None) -> None:
+        """Compares what was seen of a load; raises ChecksumError, and empties the report."""
+        offenders = list(self._manifest.differences(hasher.tensors, hasher.digests()))
+        if offenders and report is not None:
+            report.leave_read()
+        self._refuse(offenders, len(hasher.tensors))
+        with self._turn:
+            for info in hasher.tensors:
+                self._verified.setdefault(info.name, False)
+
+    def tell(self, report: Report | None) -> None:
+        """Notes how many tensors were compared so far, in place of an earlier note."""
+        if report is None:
+            return
+        before, count = self._note, errors.counted(len(self._verified), "tensor")
+        self._note = f"{count} verified against the manifest"
+        report.notes = (*(note for note in report.notes if note != before), self._note)
+
+    def _refuse(self, offenders: Sequence[Offender], total: int) -> None:
         given = self._manifest, self._index, self._sources, self._deadline
-        refuse(offenders, len(self._tensors), *given)
+        refuse(offenders, total, *given)
 
 
 def refuse(
@@ -315,3 +364,17 @@ def _is_read(info: TensorInfo, piece: Piece) -> bool:
     if stored.flat is not None:
         shape = [stored.flat[1] - stored.flat[0]]
     return info.dtype.size_of(shape) == piece.nbytes
+
+
+def _tile(info: TensorInfo, selections: Collection[Any]) -> bool:
+    """Whether parts of a tensor are boxes that make it up, each element in one of them."""
+    # Encoded pieces that several parts want may be read for each.
+    if None in selections or (len(selections) > 1 and not info.simple):
+        return False
+    axes = [axis for each in selections for axis in each]
+    if len(selections) > _MOST_BOXES or any(a.step != 1 or a.picks is not None for a in axes):
+        return False
+    if sum(each.size for each in selections) != math.prod(info.shape):
+        return False
+    boxes = [tuple((axis.start, axis.start + axis.size) for axis in each) for each in selections]
+    return not any(intersection(*pair) for pair in itertools.combinations(boxes, 2))

@@ -39,14 +39,18 @@ def request(
     max_device_overhead: options.DeviceOverhead = None,
     threads: options.Threads = None,
     timeout: options.Timeout = None,
+    fallback: options.Fallback = None,
+    prefer: options.Prefer = "path",
     *,
     network: dict[str, Any],
 ) -> dict[str, Any]:
     """What `mfload.plan` and `mfload.load` are called with."""
     given = locals()
     given |= given.pop("network")
+    check_choice("value of --prefer", prefer, ("path", "fallback"))
+    same = ("path", "framework", "names", "fallback", "prefer")
     return {
-        **{name: given.pop(name) for name in ("path", "framework", "names")},
+        **{name: given.pop(name) for name in same},
         "device": options.by_name("--device", given.pop("device"), several=True),
         "dtype": options.by_name("--dtype", given.pop("dtype")),
         "options": Options(**given),
@@ -84,10 +88,6 @@ def plan(given: dict[str, Any], as_json: options.Json = False) -> None:
 _REPEAT = "Load that often, one after the other."
 _WHILE = "Check the bytes, as they come, against this manifest."
 
-_FALLBACK = "Another place of the same checkpoint, taken where PATH can't be read."
-
-Fallback = Annotated[str | None, option("OTHER", _FALLBACK)]
-Prefer = Annotated[str, option("path|fallback", "Tried first.", offers=("path", "fallback"))]
 Repeat = Annotated[int, typer.Option(min=1, metavar="N", help=_REPEAT)]
 Manifest = Annotated[str | None, option("MANIFEST", _WHILE)]
 
@@ -97,8 +97,6 @@ def load(
     given: dict[str, Any],
     repeat: Repeat = 1,
     verify: Manifest = None,
-    fallback: Fallback = None,
-    prefer: Prefer = "path",
     as_json: options.Json = False,
 ) -> None:
     """Load a checkpoint, drop the arrays, and report what happened.
@@ -110,13 +108,11 @@ def load(
     from mfload import api
     from mfload.report import Report
 
-    check_choice("value of --prefer", prefer, ("path", "fallback"))
-    others: Any = {"verify": verify, "fallback": fallback, "prefer": prefer}
     reports: list[Report] = []
     for number in range(repeat):
         reports.append(Report())
         with bar("loading" if repeat == 1 else f"loading, {number + 1} of {repeat}") as progress:
-            api.load(**given, **others, progress=progress, report=reports[-1])
+            api.load(**given, verify=verify, progress=progress, report=reports[-1])
     if as_json:
         print_json({"runs": [report.as_dict() for report in reports]})
         return

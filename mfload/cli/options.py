@@ -105,6 +105,7 @@ _AUTHORITY = (
     "system's, and of seeds, which are then read over TLS."
 )
 _CERTIFICATE = "A certificate of one's own, for servers and seeds that ask for one."
+_FALLBACK = "Another place of the same checkpoint, taken where PATH can't be read."
 _LONGEST = 1 << 16  # Bytes of a file of headers.
 _HOST = "Host memory beside the result, such as 256MiB."
 _GPU = "Memory of a GPU beside the result, such as 256MiB."
@@ -121,6 +122,8 @@ HostOverhead = Annotated[int | None, sized("--max-host-overhead", _HOST)]
 DeviceOverhead = Annotated[int | None, sized("--max-device-overhead", _GPU)]
 Threads = Annotated[int | None, option("N", "Number of reader threads. Default: chosen.")]
 Timeout = Annotated[float | None, option("SECONDS", "Give up after that long.")]
+Fallback = Annotated[str | None, option("OTHER", _FALLBACK)]
+Prefer = Annotated[str, option("path|fallback", "Tried first.", offers=("path", "fallback"))]
 Planner = Annotated[str | None, option("URL", "Who knows the seeds of peer:///MODEL.")]
 Token = Annotated[str | None, option("FILE", "The token for seeds and their planner.")]
 Headers = Annotated[list[str] | None, option("HEADER", _HEADER, "--header")]

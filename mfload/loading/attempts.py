@@ -11,14 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from mfload import errors, sources
+from mfload.loading.stream import Stream, continued
 from mfload.options import Options
 from mfload.peer_options import PeerOptions
 from mfload.report import Report, cleared, human
 
 Prefer = Literal["path", "fallback"]
-
-_MISSED = (errors.SourceError, errors.FormatError, errors.ProcessError)
-"""Errors of a place. Those of arguments, names and memory are the same elsewhere."""
 
 _FINAL = (errors.SourceNotFoundError, errors.LoadTimeoutError)
 """After these no other seed is asked."""
@@ -91,7 +89,7 @@ def run(
         try:
             first = how if fallback is None else dataclasses.replace(how, timeout=limit)
             found, note, why = _attempt(call, places[0], first, failed), None, ""
-        except _MISSED as error:
+        except errors.OF_A_PLACE as error:
             if fallback is None:
                 raise
             found = None  # Beyond this block, so that what the error refers to is freed.
@@ -118,6 +116,42 @@ def run(
             report.add_stage("publish", begin, time.perf_counter())
             report.notes = (*report.notes, f"published at {seed.url}")
     return found
+
+
+def stream(
+    call: Callable[..., Stream[Any]],
+    path: Any,
+    fallback: Any,
+    prefer: str,
+    options: Options | None,
+    report: Report | None,
+) -> Stream[Any]:
+    """What `call` streams from one of two places, and what that fails to give from the other.
+
+    `call` takes the names that are left, after those that the first place gave.
+    """
+    opened: list[Any] = []
+
+    def begin(place: Any, options: Options) -> Stream[Any]:
+        opened.append(place)
+        return call(place, options=options)
+
+    first = run(begin, path, fallback, prefer, options, report, whole=False)
+    one, other = (path, fallback) if prefer == "path" else (fallback, path)
+    if opened[-1] is other:
+        return first
+
+    def go_on(left: Sequence[str], why: str) -> Stream[Any]:
+        count = len(first.names) - len(left)
+        note = f"{_shown(one)} failed after {errors.counted(count, 'tensor')}, the rest is from "
+        note = f"{note}{_shown(other)}: {why}"
+        logging.getLogger("mfload").warning("%s", note)
+        rest = call(other, options=_One(**_fields(options or Options())), left=left)
+        if report is not None:
+            report.notes = (note, *report.notes)
+        return rest
+
+    return continued(first, go_on)
 
 
 def _check_publish(peer: PeerOptions, named: Sequence[Any], path: Any, whole: bool) -> None:
@@ -176,7 +210,7 @@ def _attempt(call: Callable[..., Any], place: Any, how: Options, failed: _Failed
         begin = time.perf_counter()
         try:
             return call(place, options=dataclasses.replace(how, timeout=_left(how.timeout, start)))
-        except _MISSED as error:
+        except errors.OF_A_PLACE as error:
             failed.add(begin, place)
             if not left or isinstance(error, _FINAL):
                 raise (first or error) from None

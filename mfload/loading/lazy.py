@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
+import threading
+import time
 from _thread import get_ident
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -16,13 +19,13 @@ from mfload.dlpack import View
 from mfload.errors import counted
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
-from mfload.index import Columns, Index, TensorInfo
+from mfload.index import ChosenIndex, Columns, Index, TensorInfo
 from mfload.io import buffers, route
 from mfload.io.pread import FETCHED, PreadReader, fetch
 from mfload.loading import execute
-from mfload.loading.session import MAX_RANK, Loader, Shared, let_go
-from mfload.options import started
-from mfload.planning import extents
+from mfload.loading.session import MAX_RANK, Loader, Shared, let_go, verifying
+from mfload.options import LoadOptions, started
+from mfload.planning import extents, selection
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
@@ -33,6 +36,7 @@ from mfload.sources.local import AtOnce
 if TYPE_CHECKING:
     from mfload.io.mapped import MapRange
     from mfload.options import Options
+    from mfload.planning.selection import Names
     from mfload.report import Report
 
 _FILLED = 64 << 20  # Bytes that are read past plan and session.
@@ -49,6 +53,22 @@ Array = TypeVar("Array")
 Span = tuple[Usage, Usage]
 """What a thread has used before and after some work."""
 
+T = TypeVar("T")
+
+counting = threading.Lock()
+"""Held while a report is added to: several threads may read for one."""
+
+
+class Asked(NamedTuple):
+    """What a checkpoint is opened with; arguments as for `mfload.open`."""
+
+    device: Any = None
+    options: Options | None = None
+    names: Names = None
+    verify: Any = None
+    report: Report | None = None
+    fallback: Any = None
+
 
 class _Reader:
     """What reads for an opened checkpoint and its lazy tensors."""
@@ -58,20 +78,23 @@ class _Reader:
         index: Index,
         sources: Sequence[Source],
         adapter: Adapter,
+        asked: Asked,
         *,
-        device: object,
-        options: Options | None,
+        check: Any = None,
         small: int = execute.INLINE,
     ) -> None:
-        self._small = small
+        self._small, self._check = small, check
         self._index, self._sources, self._adapter = index, sources, adapter
         self._sliced = functools.lru_cache(_SLICED)(index.__getitem__)
-        self._arguments = (device, options)
+        self._asked, self._alone = asked, asked.fallback is None
+        self._turning = threading.Lock()
         self.closed = False
-        how = started(options)
+        how = started(asked.options)
         # Whether a session would read any small part in the same way: at once, into host memory.
         self._reads_small = (
-            how.engine in ("auto", "pread", "mmap")
+            asked.report is None
+            and check is None
+            and how.engine in ("auto", "pread", "mmap")
             and how.page_cache != "bypass"
             and how.allocator != "framework"
             and adapter.on_host
@@ -253,7 +276,7 @@ class _Reader:
                 # It stands for what else is read of the file, so small reads ask, too.
                 wanted = [(opened, max(nbytes, route.SMALL))]
                 choose = functools.partial(route.choose, wanted, *self._route)
-                (leg,) = started(self._arguments[1]).deadline.bound(choose, "opening the files")
+                (leg,) = started(self._asked.options).deadline.bound(choose, "opening the files")
                 self._legs[source] = leg  # To ask again takes as long as to read 2 MB.
             # Rows that lie apart: together the processes of a machine read all of a tensor.
             ahead, together = range(0), self._shared and info.nbytes <= _FILLED
@@ -334,7 +357,9 @@ class _Reader:
         adapter: Adapter | None = None,
     ) -> list[Any]:
         """An array for each request, made by an adapter. Default: that of the checkpoint."""
-        options, adapter = started(self._arguments[1]), adapter or self._adapter
+        options, adapter = started(self._asked.options), adapter or self._adapter
+        if self._check is not None:
+            options = options.replace(check=self._check)
         loader = Loader(self._opened(), self._sources, adapter, options)
         if adapter.devices:
             if self._landing is None:
@@ -342,7 +367,18 @@ class _Reader:
                 if self.closed:  # By another thread, which did not see it.
                     self._landing.close()
             loader.shared = self._landing
-        return loader.load(requests, report=report)
+        if report is not None or self._asked.report is None:
+            return loader.load(requests, report=report)
+        made = loader.load(requests, report=(one := type(self._asked.report)()))
+        self.tell(self._asked.report, one)
+        return made
+
+    def tell(self, report: Report, one: Report) -> None:
+        """Adds what was read to a report."""
+        with counting:
+            report.add(one)
+            if self._check is not None:
+                self._check.tell(report)
 
     def _opened(self) -> Index:
         if self.closed:
@@ -358,17 +394,19 @@ class LazyCheckpoint(_Reader, Generic[Array]):
     their first use until it is closed; a request that is under way then still gets its result.
     """
 
+    _other: LazyCheckpoint[Array] | None = None
+
     def keys(self) -> list[str]:
         """Names of the tensors, sorted."""
-        return sorted(self._opened())
+        return self._tried(lambda each: sorted(each._opened()))
 
     def offset_keys(self) -> list[str]:
         """Names of the tensors in the order in which the files hold them."""
-        return list(self._opened().tensors)
+        return self._tried(lambda each: list(each._opened().tensors))
 
     def metadata(self) -> dict[str, str] | None:
         """The free-form strings of the headers; None if there are none."""
-        strings = self._opened().metadata
+        strings = self._tried(lambda each: each._opened().metadata)
         return None if strings is None else dict(strings)
 
     def info(self, name: str) -> TensorInfo:
@@ -377,7 +415,9 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        return self._opened()[name]
+        if self._alone:
+            return self._opened()[name]
+        return self._tried(lambda each: each._opened()[name])
 
     def get_tensor(self, name: str) -> Array:
         """One tensor.
@@ -385,7 +425,9 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         Raises:
             TensorNotFoundError: There is none of that name.
         """
-        return self.read(self.info(name))
+        if self._alone:
+            return self.read(self.info(name))
+        return self._tried(lambda each: each.read(each.info(name)))
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Array]:
         """Several tensors, read together. Default: all.
@@ -393,11 +435,15 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         Raises:
             TensorNotFoundError: A name is missing.
         """
+        if names is not None:
+            names = list(dict.fromkeys(names))
+        return self._tried(lambda each: each._get(names))
+
+    def _get(self, names: Sequence[str] | None) -> dict[str, Array]:
         index = self._opened()
         if names is None:
             columns = index.columns
         else:
-            names = list(dict.fromkeys(names))
             index.take([name for name in names if name in index.names])  # Reads headers together.
             columns = Columns.of(map(self.info, names))
         arrays = self.load(whole(columns))
@@ -411,9 +457,40 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         """
         self._opened()
         try:
-            return TensorSlice(self, self._sliced(name))
+            return TensorSlice(self, self._tried(lambda each: each._sliced(name)))
         except TypeError:  # Such as a list: not a name, which the index says.
             return TensorSlice(self, self.info(name))
+
+    def slice(self, info: TensorInfo, index: Any) -> Array:
+        """The part of a tensor that an index takes."""
+        if self._alone:
+            return self.read_part(info, index)
+        return self._tried(lambda each: each.read_part(each.info(info.name), index))
+
+    def _tried(self, call: Callable[[LazyCheckpoint[Array]], T]) -> T:
+        """What `call` takes of this place, or of the fallback once this one has failed."""
+        if self._other is None:
+            if self._alone:
+                return call(self)
+            try:
+                return call(self)
+            except errors.OF_A_PLACE as error:
+                why = str(error)  # So that what the error refers to is freed.
+            self._turn_to_fallback(why)
+        self._opened()
+        assert self._other is not None
+        return call(self._other)
+
+    def _turn_to_fallback(self, why: str) -> None:
+        asked = self._asked._replace(fallback=None)
+        with self._turning:
+            if self._other is None:
+                note = f"{self._index.files[0]} failed, the fallback is read instead: {why}"
+                logging.getLogger("mfload").warning("%s", note)
+                how = started(asked.options)
+                self._other = opened(self._asked.fallback, self._adapter.name, asked, how)
+                if asked.report is not None:
+                    asked.report.notes += (note,)
 
     def __getitem__(self, name: str) -> Array:
         """One tensor, as `get_tensor` gives it."""
@@ -442,6 +519,8 @@ class LazyCheckpoint(_Reader, Generic[Array]):
                 shared.close()
         self._cells.clear()
         self._map = None
+        if self._other is not None:
+            self._other.close()
 
     def __enter__(self) -> LazyCheckpoint[Array]:
         self._opened()
@@ -469,20 +548,36 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         return html_table(rows, head=True) + (rest and f"<p>{rest}</p>")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        origin = getattr(self._index, "found", self._sources)
-        return _reopen, (origin, self._adapter.name, self._arguments, self.closed)
+        origin, names = getattr(self._index, "found", self._sources), None
+        if self._asked.names is not None:  # A function of the user's may not be pickled.
+            names = list(self._index.names)
+        asked = self._asked._replace(names=names, report=None)
+        return _reopen, (origin, self._adapter.name, asked, self.closed)
 
 
-def _reopen(
-    origin: Any, framework: str, arguments: tuple[Any, Options], closed: bool
-) -> LazyCheckpoint[Any]:
-    device, options = arguments
-    _, index, sources = checkpoint.choose(origin, started(options), attrgetter("names"))
-    adapter = frameworks.get(framework, device)
-    opened = LazyCheckpoint[Any](index, sources, adapter, device=device, options=options)
+def opened(path: Any, framework: Any, asked: Asked, how: LoadOptions) -> LazyCheckpoint[Any]:
+    """Opens a checkpoint; `how` is for its headers."""
+    start = time.perf_counter()
+    select: Callable[[Index], Any] = attrgetter("names")
+    if asked.names is not None:
+        select = functools.partial(selection.select, names=asked.names)
+    chosen, index, sources = checkpoint.choose(path, how, select)
+    if asked.names is not None:
+        index = ChosenIndex(index, chosen)
+    check = verifying(asked.verify, how, index, sources).check
+    read = time.perf_counter()
+    adapter = frameworks.get(framework, asked.device, index.names)
+    if asked.report is not None:
+        asked.report.add_stage("headers", start, read)
+        asked.report.add_stage("import", read, time.perf_counter())
+    return LazyCheckpoint(index, sources, adapter, asked, check=check)
+
+
+def _reopen(origin: Any, framework: str, asked: Asked, closed: bool) -> LazyCheckpoint[Any]:
+    made = opened(origin, framework, asked, started(asked.options))
     if closed:
-        opened.close()
-    return opened
+        made.close()
+    return made
 
 
 class TensorSlice(Generic[Array]):
@@ -517,7 +612,7 @@ class TensorSlice(Generic[Array]):
         Raises:
             SliceError: The index does not fit the tensor.
         """
-        return self._opened.read_part(self._info, index)
+        return self._opened.slice(self._info, index)
 
     def __repr__(self) -> str:
         return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 import time
 from typing import Any
 
@@ -16,13 +15,11 @@ from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Piece, TensorInfo
 from mfload.io.route import Leg
-from mfload.loading.lazy import LazyCheckpoint, Span
+from mfload.loading.lazy import LazyCheckpoint, Span, counting
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, within
 from mfload.report import Report
 from mfload.runtime import Usage, usage
-
-_counting = threading.Lock()  # Several threads may read, for one report.
 
 
 class LazyTensor:
@@ -148,8 +145,7 @@ class LazyTensor:
             raise
         if self._report is not None and one is not None:
             one.whole_reads = int(unknown)
-            with _counting:
-                self._report.add(one)
+            self._opened.tell(self._report, one)
         return array
 
     def _count(
@@ -163,7 +159,7 @@ class LazyTensor:
         (leg, read, used), report = filled, self._report
         used.append((before, usage(thread=True)))
         assert report is not None
-        with _counting:
+        with counting:
             report.framework = self.adapter.name
             report.tensors += 1
             report.result_bytes += nbytes

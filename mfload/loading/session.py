@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from operator import attrgetter, itemgetter
 from types import FrameType, MappingProxyType
@@ -18,7 +19,7 @@ import numpy as np
 from mfload import dtypes, errors
 from mfload.dlpack import View, Views
 from mfload.frameworks.base import Adapter, Lent
-from mfload.index import Index
+from mfload.index import Index, TensorInfo
 from mfload.io import buffers, route as routing
 from mfload.io.engine import Observer
 from mfload.loading import allocate, execute
@@ -141,13 +142,13 @@ class Loader:
         *,
         report: Report | None = None,
         advance: Advance | None = None,
-        observer: Observer | None = None,
         fill: Fill | None = None,
     ) -> list[Any]:
         """An array for each request, in order; what it is of several devices, the adapter says.
 
-        `advance` is told of progress in bytes since the last call. `observer` is shown the bytes as
-        they are stored. `fill` fills the buffers of all requests at once instead of this process.
+        `advance` is told of progress in bytes since the last call. `fill` fills the buffers of all
+        requests at once instead of this process. What the options check is compared before the
+        arrays are returned.
         """
         start = time.perf_counter()
         stages: list[tuple[str, float, float]] = []
@@ -167,9 +168,11 @@ class Loader:
         filled: list[Filled] = []
         try:
             with gc_paused():
-                session = Session(self, requests, observer=observer, alone=fill is None)
+                session = Session(self, requests, alone=fill is None)
                 session.recorder = recorder
-            batches = session.limits.batches
+            batches, check = session.limits.batches, self.options.check
+            if check is not None:
+                session.observer = check.watch(session.requests, batches, self.options)
             # Each batch is checked when its turn comes: what can't end must not begin. And what a
             # file or a peer claims must not cost more than a look.
             if len(batches) > 1 or session.total > _MUCH:
@@ -183,6 +186,8 @@ class Loader:
                 else:
                     arrays.update(zip(batch, made, strict=True))
                 del made
+            if check is not None:
+                check.settle(session.observer, report)
             results = list(session.results(arrays))
         except BaseException as error:
             arrays.clear()
@@ -213,8 +218,10 @@ class Session:
         recorder: Records what threads do, for a report.
         trial: Finds out how cold files are best read; None if there is too little to read.
         total: Bytes to take of the sources.
+        observer: Is shown the bytes as they are stored.
     """
 
+    observer: Observer | None = None
     recorder: Recorder | None = None
     trial: Trial | None = None
     total = 0
@@ -226,19 +233,19 @@ class Session:
         requests: Sequence[Request],
         *,
         by_host: bool = False,
-        observer: Observer | None = None,
         alone: bool = True,
     ) -> None:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index, counts_items=loader.adapter.counts_items)
-        self.adapter, self._sources, self._observer = loader.adapter, sources, observer
+        self.adapter, self._sources = loader.adapter, sources
+        observed = options.check is not None
         self._options = options = options.replace(by_host=True) if by_host else options
         adapter = self.adapter
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
         self._near: Any = None
         # What others read too, or see, passes through the host.
-        on_devices = bool(adapter.devices) and alone and observer is None
+        on_devices = bool(adapter.devices) and alone and not observed
         if on_devices and any(hasattr(each, "lying") for each in sources):
             from mfload.loading import near  # Only some sources lie on devices.
 
@@ -308,9 +315,9 @@ class Session:
             if leg.engine == "mmap":
                 self._mapped[number] = sources[number].size
         costs = sources[used[0]].costs if used else Costs()
-        if cold or observer is not None:
+        if cold or observed:
             costs = costs._replace(row_gap=None)  # A disk reads on in less time than it turns.
-        if observer is not None:
+        if observed:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
         chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
@@ -432,7 +439,7 @@ class Session:
         limit = options.max_device_overhead
         threads = options.threads or execute.reader_threads(direct=True)
         least = limits.least_past_host(threads, staging.DEPTH, cufile.slot_bytes(0))
-        if self._observer is not None:
+        if self._options.check is not None:
             against = "verify= sees the bytes on the host"
         elif limit is not None and limit < least:
             against = "max_device_overhead= leaves no room for its slots"
@@ -667,7 +674,7 @@ class Session:
                 threads=self.threads,
                 deadline=deadline,
                 advance=advance,
-                observer=self._observer,
+                observer=self.observer,
                 staging=planned.staging,
                 recorder=self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
@@ -849,6 +856,25 @@ def check(requests: Sequence[Request], index: Index, *, counts_items: bool = Fal
             expected=f"at most {MAX_RANK} dims, and strides that fit 63 bits",
             found=str(shape),
         )
+
+
+def verifying(
+    verify: Any,
+    options: LoadOptions,
+    index: Index,
+    sources: Sequence[Source],
+    tensors: Iterable[TensorInfo] = (),
+) -> LoadOptions:
+    """The options with a check against a manifest, or its path, unless `verify` is None.
+
+    What is wrong with the headers of tensors that are to be read is raised at once.
+    """
+    if verify is None:
+        return options
+    module = importlib.import_module("mfload.checking.checksums")  # It is above.
+    check = module.ManifestCheck(verify, index, sources, options.deadline)
+    check.expect([*tensors])
+    return options.replace(check=check)
 
 
 def least_overhead(options: LoadOptions) -> int:

@@ -43,6 +43,9 @@ class Stream(Iterator[tuple[str, Array]]):
 
     What was handed out stays as it is. A stream ends with its last tensor, an error, `close()`, the
     end of a `with` block, or when nothing refers to it any more; reading ahead ends with it.
+
+    Attributes:
+        names: Names of all its tensors, in the order in which they come.
     """
 
     def __init__(
@@ -50,7 +53,10 @@ class Stream(Iterator[tuple[str, Array]]):
         rows: Generator[tuple[str, Array]],
         end: Callable[[bool], object] = bool,
         close: Callable[[], object] = bool,
+        *,
+        names: Sequence[str],
     ) -> None:
+        self.names = names
         self._rows, self._end, self._close = rows, end, close
         self._lock = threading.Lock()
 
@@ -176,6 +182,8 @@ class Tensors:
         yield one
         one.peak_bytes += others
         self._report.add(one)
+        if self.options.check is not None:
+            self.options.check.tell(self._report)
 
 
 class Unwrapped:
@@ -269,7 +277,37 @@ def stream(tensors: Tensors, progress: Progress) -> Stream[Any]:
         ahead.close(may_wait)
         tensors.leave(may_wait)
 
-    return Stream(_rows(tensors, ahead.take, progress), end)
+    return Stream(_rows(tensors, ahead.take, progress), end, names=tensors.names)
+
+
+def continued(
+    first: Stream[Array], go_on: Callable[[Sequence[str], str], Stream[Array]]
+) -> Stream[Array]:
+    """A stream that goes on with another one where its place fails.
+
+    `go_on` takes the names that are left and what failed.
+    """
+    held = [first]
+
+    def rows() -> Generator[tuple[str, Array]]:
+        left, why = deque(first.names), ""
+        try:
+            while left:
+                yield next(first)  # It is kept nowhere here, as in `_rows`.
+                left.popleft()
+            next(first, None)
+        except errors.OF_A_PLACE as error:
+            why = str(error)
+        if left:
+            held[:] = [go_on([*left], why)]
+            yield from held[0]
+
+    def end(may_wait: bool) -> None:
+        if may_wait:
+            held[0].close()
+        held.clear()
+
+    return Stream(rows(), end, names=first.names)
 
 
 def _rows(
@@ -340,7 +378,7 @@ def lazily(
             given = opened, file, request, kinds[kind], adapter, report
             yield request.info.name, adapter.lazy(lazy_tensor.LazyTensor(*given))
 
-    return Stream(rows(), close=opened.close)
+    return Stream(rows(), close=opened.close, names=names(requests))
 
 
 def batches(sizes: Sequence[int], most: int) -> list[range]:

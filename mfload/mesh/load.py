@@ -19,7 +19,6 @@ import numpy as np
 
 from mfload import errors
 from mfload.index import Box, Index, TensorInfo
-from mfload.io.engine import Observer
 from mfload.loading import session
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
@@ -111,6 +110,13 @@ class MeshLoad:
         """The tensors as the checkpoint has them."""
         return [request.info for request in self._whole]
 
+    def check_whole(self, processes: int) -> None:
+        """See `check_whole`, of all that is loaded."""
+        options = self.loader.options
+        if options.check is not None:
+            stored = sum(info.nbytes for info in self.stored)
+            check_whole(options, processes, abs(stored - base.stored_bytes(self.mine)))
+
     def part(self, numbers: range) -> MeshLoad:
         """The same for some of the tensors."""
         made = copy.copy(self)
@@ -171,16 +177,8 @@ def backend(framework: str, device: object, shard: Any, exchange: str) -> MeshBa
     return ShardBackend(framework, device, shard, exchange=exchange == "once")
 
 
-def load(
-    call: MeshCall,
-    *,
-    progress: Progress = False,
-    check: Callable[[Index, Sequence[Source], Sequence[TensorInfo]], Any] | None = None,
-) -> dict[str, Any]:
-    """Loads a checkpoint onto the devices of this process, together with the other processes.
-
-    `check` makes what compares bytes while they come (see `checking.checksums`).
-    """
+def load(call: MeshCall, progress: Progress = False) -> dict[str, Any]:
+    """Loads a checkpoint onto the devices of this process, together with the other processes."""
     backend, asked, choose, deadline, report = call
     ranks = backend.processes(asked)
     with together(backend, ranks, deadline) as group:
@@ -194,18 +192,7 @@ def load(
             report.add_stage("shardings", read, time.perf_counter())
         if group is not None:
             agree_on_inputs(group, job.stored, chosen.sources, chosen.options, job.arguments())
-        checking = None
-        if check is not None:
-            infos = job.stored
-            wanted = base.stored_bytes(job.mine)
-            if group is not None or wanted != sum(info.nbytes for info in infos):
-                raise errors.UsageError(
-                    "verify= compares whole tensors, and this process reads parts of them",
-                    expected="one process, whose shards make up each tensor; or mfload.verify",
-                    found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
-                    + errors.amount(wanted),
-                )
-            checking = check(chosen.index, chosen.sources, infos)
+        job.check_whole(len(ranks))
         with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,
@@ -214,16 +201,29 @@ def load(
                 group=group,
                 report=report,
                 advance=advance,
-                observer=None if checking is None else checking.observer,
             )
-        if checking is not None:
-            checking.settle(fetched, report)
         if report is not None:
             report.tensors, report.processes = len(chosen.requests), len(ranks)
+        if (check := chosen.options.check) is not None:
+            check.tell(report)
         with gc_paused():
             arrays = job.assemble(fetched)
             del job, chosen  # What was made of each tensor goes before the collector looks at it.
         return arrays
+
+
+def check_whole(options: LoadOptions, processes: int, missing: int = 0) -> None:
+    """Refuses to compare tensors with a manifest of which this process reads parts.
+
+    `missing` are the bytes of them that it does not read.
+    """
+    if options.check is not None and (processes > 1 or missing):
+        raise errors.UsageError(
+            "verify= compares whole tensors, and this process reads parts of them",
+            expected="one process, whose shards make up each tensor; or mfload.verify",
+            found=f"{errors.counted(processes, 'process', 'processes')}"
+            + (f"; {errors.amount(missing)} are not read here" if missing else ""),
+        )
 
 
 def together(
@@ -283,7 +283,6 @@ def fetch(
     group: ProcessGroup | None = None,
     report: Report | None = None,
     advance: Callable[[int], None] | None = None,
-    observer: Observer | None = None,
 ) -> list[tuple[Any, ...]]:
     """Loads what this process requests: by itself, or by an exchange with the others.
 
@@ -295,7 +294,7 @@ def fetch(
         arrays, note = _exchange(requests, loader, backend, group, report, advance)
     if arrays is None:
         mine = requests.get(backend.rank, [])
-        arrays = loader.load(mine, report=report, advance=advance, observer=observer)
+        arrays = loader.load(mine, report=report, advance=advance)
     if report is not None and note:
         report.notes = (*report.notes, note)
     return arrays

@@ -103,5 +103,6 @@ def stream(call: MeshCall, progress: Progress) -> Stream[Any]:
         if group is not None:
             given = job.stored, chosen.sources, chosen.options
             mesh_load.agree_on_inputs(group, *given, job.arguments())
+        job.check_whole(len(ranks))
         tensors = Sharded(job, chosen, backend, ranks, report)
     return streamed(tensors, progress)

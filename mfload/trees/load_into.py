@@ -1,165 +1,27 @@
-"""`mfload.load_into`: a checkpoint into a tree of the user's own."""
+"""What `mfload.load_into` does: a checkpoint into a tree of the user's own."""
 
 # Arrays of a framework that is not installed have no known type.
 # pyright: reportUnknownParameterType=false
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from mfload import errors, frameworks, sources as places
-from mfload.dtypes import DTypeLike
 from mfload.formats import checkpoint
-from mfload.loading import attempts
-from mfload.loading.session import let_go
-from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, started
-from mfload.planning.selection import Names, Regex
-from mfload.progress import Progress, shown
+from mfload.loading.session import let_go, verifying
+from mfload.options import UNMATCHED, LoadOptions, Options, started
+from mfload.progress import shown
 from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.sources import PathOrBytes
 from mfload.trees import matching, outline
 from mfload.trees.matching import Wishes
 from mfload.trees.recipe import Leaf, brief, new_row
-
-T = TypeVar("T")
-
-if TYPE_CHECKING:
-    from mfload.frameworks.arrays import ShapeDtypeStruct
-    from mfload.loading.attempts import Prefer
-
-    Paths = PathOrBytes | Sequence[PathOrBytes]
-    Structs: TypeAlias = Mapping[str, "ShapeDtypeStruct | Structs"]
-    """A target without arrays, which come back in it."""
-
-    class IntoArguments(TypedDict, total=False):
-        """What `load_into` and `restore` have in common, beside path and target."""
-
-        mapping: Any
-        mesh: Any
-        shardings: Any
-        unmatched: Unmatched
-        logical_axis_rules: Any
-        names: Names
-        dtype: DTypeLike
-        strict: bool
-        atomic: bool
-        progress: Progress
-        report: Report | None
-        fallback: Paths | None
-        prefer: Prefer
-        options: Options | None
-
-
-@overload
-def load_into(target: Structs, path: Paths, **more: Unpack[IntoArguments]) -> dict[str, Any]: ...
-@overload
-def load_into(target: T, path: Paths, **more: Unpack[IntoArguments]) -> T: ...
-def load_into(
-    target: Any,
-    path: PathOrBytes | Sequence[PathOrBytes],
-    *,
-    mapping: Any = None,
-    mesh: Any = None,
-    shardings: Any = None,
-    unmatched: Literal["replicate", "error"] = "replicate",
-    logical_axis_rules: Any = None,
-    names: Regex | Iterable[str] | Callable[[str], bool] | None = None,
-    dtype: DTypeLike | Sequence[tuple[Regex, DTypeLike]] | Mapping[str, DTypeLike] = "target",
-    strict: bool = True,
-    atomic: bool = False,
-    progress: bool | Callable[[int, int], None] = False,
-    report: Report | None = None,
-    fallback: PathOrBytes | Sequence[PathOrBytes] | None = None,
-    prefer: Literal["path", "fallback"] = "path",
-    options: Options | None = None,
-) -> Any:
-    r"""Loads a checkpoint into a module or a tree of JAX: its names, shapes and dtypes.
-
-    A `torch.nn.Module` is filled in place and returned: its parameters and the buffers that it
-    saves, by their names in `state_dict()`. What lies on the meta device gets memory; DTensors
-    (`fully_shard`, `distribute_module`) are filled with the part of this process, and all processes
-    of their meshes must call this together. Modules in it that have load hooks are loaded through
-    these, by `load_state_dict`. A `paddle.nn.Layer` is filled likewise, with its distributed
-    tensors; parameters that were made under `paddle.LazyGuard` get memory. Of a `keras.Model` or
-    another layer of Keras, which must be built, the weights are filled, by `variable.path`
-    ("dense/kernel"): where TensorFlow or JAX is under Keras, they are assigned new arrays.
-
-    A tree of JAX is a template: it is left as it is, and a new tree of the same type is returned.
-    Its leaves are named by their paths, joined by dots ("layers.0.attn.kernel"); what Flax calls
-    the value of a variable or a box is not part of the name.
-
-    Args:
-        target: A module as above; or a pytree of `jax.ShapeDtypeStruct`s or arrays: dicts, lists,
-            named tuples, dataclasses, Flax modules (also from `nnx.eval_shape`), states, variables,
-            Linen's params and boxes, a `TrainState`. A leaf keeps its type: an array or a scalar of
-            NumPy's and a plain number come back as such, and a `Format` in a
-            `jax.ShapeDtypeStruct` says the layout. What the checkpoint lacks of these stays as it
-            is: PRNG keys, batch statistics, plain numbers, leaves that are not arrays, and an
-            optimizer's state as a whole (with a warning). Typed PRNG keys are never loaded: put
-            `jax.random.key_data(key)` into the target, and wrap what is loaded with
-            `jax.random.wrap_key_data`.
-        path: As for `mfload.load`.
-        mapping: From names in the checkpoint to names in the target. Default: they are the same.
-            `{regex: replacement}`, where the regex must match the whole stored name and `\1`
-            stands for its group; `{regex: (replacement, (permute, reshape))}`;
-            `{regex: mfload.rule(...)}`; `{regex: [...]}` with any of these for a tensor that goes
-            to several leaves; `{regex: None}` for tensors that are left out, unless another regex
-            matches them. Or a function from a name to a name, or to None.
-        mesh: Of JAX alone, as the next three: the `jax.sharding.Mesh` for leaves of JAX that name
-            no devices. Default: that of `jax.set_mesh`. Without a mesh they lie where the array of
-            the target does, else on the default device, and are not committed to it.
-        shardings: As for `mfload.load`, for names of the target. It takes precedence over the
-            shardings of the leaves, and makes arrays of JAX of NumPy's.
-        unmatched: What becomes of leaves for which neither a rule nor the leaf itself gives a
-            sharding: "replicate" or "error".
-        logical_axis_rules: [(logical axis, axis of the mesh), …] for variables and boxes that
-            name logical axes.
-        names: Which tensors are loaded, by their names in the checkpoint, as for `mfload.load`.
-            What the others would fill stays as it is. Refused for modules of PyTorch with load
-            hooks.
-        dtype: "target" (what each leaf holds), "stored", or as for `mfload.load`, for names of
-            the target; leaves that no entry matches get what they hold. What a module holds in
-            memory keeps its dtype, and another is refused.
-        strict: Whether every leaf must be filled and every stored tensor used. If False, what
-            fits is loaded and the other leaves stay as they are; something must fit.
-        atomic: Whether a module keeps all of its old values if the load fails. The new values are
-            loaded beside it, into as many bytes of host memory, and copied once all processes have
-            theirs. Refused for PyTorch modules with load hooks. JAX trees are new in any case.
-        progress: As for `mfload.load`.
-        report: As for `mfload.load`.
-        fallback: As for `mfload.load`.
-        prefer: As for `mfload.load`.
-        options: As for `mfload.load`; what a rule transforms lies in JAX's memory in any case.
-
-    Returns:
-        The module itself, or a tree of the target's type with arrays in place. The report notes
-        which leaves stayed as they were; a `UserWarning` names those that have no value, such as
-        buffers on the meta device that a module does not save.
-
-    Raises:
-        UsageError: The target has no leaf that could hold a tensor, though the checkpoint has
-            tensors, or an argument is invalid.
-        MappingError: Checkpoint and target do not fit; everything that is wrong, in one error,
-            before data is read. What load hooks refuse is known once they have run.
-        ShardingError: A sharding does not fit its leaf.
-        MfloadError: Any other of the tree in `mfload.errors`. No tree is left half loaded. A
-            module that is filled in place may be, unless `atomic`: the exception has a note, and
-            `mfload_torn` of the module names what may hold old or new values, until it is loaded.
-    """
-    placed = mesh, shardings, unmatched, logical_axis_rules
-    names = list(names) if isinstance(names, Iterator) else names
-    asked = Wishes(mapping, *placed, dtype, strict, progress, report, names, atomic)
-    call = functools.partial(fill, target, asked)
-    if not attempts.needed(fallback, options):
-        return call(path, options=options)
-    whole = mapping is None and names is None
-    return attempts.run(call, path, fallback, prefer, options, report, whole=whole)
 
 
 def fill(
@@ -170,7 +32,7 @@ def fill(
     options: Options | None,
     whole: bool = False,
 ) -> Any:
-    """`load_into`; with `whole`, `mfload.restore` with a target.
+    """`mfload.load_into`; with `whole`, `mfload.restore` with a target.
 
     Then nothing of the target may stay as it is but what `names` does not ask for; plain numbers
     and PRNG keys are loaded too, and names match in the ways that Flax and Orbax write them.
@@ -269,6 +131,8 @@ def _values(
         _tell_what_stays(leaves, found.recipes, notes)
         numbers = state.numbers(found.recipes)
         chosen = jax_shardings.resolve(leaves, found.recipes, *placed)
+        how = verifying(asked.verify, how, index, sources, found.tensors())
+        mesh_load.check_whole(how, done.processes)
         pairs = zip(found.recipes.values(), chosen, strict=True)
         goals = [new_row(assemble.Goal, (recipe, *place)) for recipe, place in pairs]
         assembly = assemble.Assembly(index, sources, goals, how, backend)
@@ -281,6 +145,8 @@ def _values(
     done.notes = (*notes, *done.notes)
     made = {n: state.finished(n, array) for n, array in zip(found.recipes, loaded, strict=True)}
     made |= state.read(numbers, sources, how)
+    if how.check is not None:
+        how.check.tell(done)
     return [made.get(n, leaf.value) for n, leaf in enumerate(leaves)]
 
 

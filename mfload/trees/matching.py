@@ -39,6 +39,11 @@ class Matched(NamedTuple):
     ties: tuple[tuple[Recipe, Recipe], ...] = ()  # What `ties.warn` compares.
     stray: tuple[str, ...] = ()  # Names of the target's that it has no place for.
 
+    def tensors(self) -> Collection[TensorInfo]:
+        """What the leaves are made of, each once."""
+        each = itertools.chain.from_iterable(recipe.tensors for recipe in self.recipes.values())
+        return {info.name: info for info in each}.values()
+
 
 class Wishes(NamedTuple):
     """What is asked of `load_into` or `restore` with a target; fields as their arguments."""
@@ -54,6 +59,7 @@ class Wishes(NamedTuple):
     report: Report | None
     names: Names = None
     atomic: bool = False
+    verify: Any = None
 
     def check_bools(self) -> None:
         """Raises UsageError if `strict` or `atomic` is not a bool."""

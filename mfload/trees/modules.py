@@ -285,6 +285,8 @@ def load_into(
     filled = {name for number in found.recipes for name in module.leaves[number].names}
     for part, names in torn.of(module.framework, target):
         torn.mark(part, [own for name, own in names.items() if name not in filled])
+    if (check := filling.check) is not None:
+        check.tell(done)
     if asked.report is not None:
         notes = [*found.notes, *done.notes]
         if stay:
@@ -378,12 +380,15 @@ class _Filling:
             picked=matching.picked(index, asked.names),
             judged=self._module.judged,
         )
+        options = session.verifying(asked.verify, options, index, sources, found.tensors())
+        self._loader.options = options
         if self._group is not None:
             recipes = found.recipes.values()
             digests = (hashlib.sha256(repr(each).encode()).hexdigest()[:16] for each in recipes)
             named = zip(recipes, digests, strict=True)
             lines = [f"{each.name}: {each.dtype} {digest}" for each, digest in named]
             mesh_load.agree_on_inputs(self._group, index.columns, sources, options, lines)
+            mesh_load.check_whole(options, len(self._group.ranks))
         self._plan(found.recipes)
         return found
 
@@ -650,6 +655,11 @@ class _Filling:
     def stored_bytes(self) -> int:
         """Bytes of the files that this process wants."""
         return sum(base.stored_bytes(step.requests[self._rank]) for step in self._steps)
+
+    @property
+    def check(self) -> Any:
+        """What compares the tensors with a manifest; None if nothing does."""
+        return self._loader.options.check
 
     @property
     def begun(self) -> list[str]:

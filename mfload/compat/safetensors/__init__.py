@@ -21,7 +21,7 @@ from mfload.formats import checkpoint, safetensors
 from mfload.frameworks.base import ROWS
 from mfload.io import route
 from mfload.io.mapped import bring_in, map_file
-from mfload.loading.lazy import LazyCheckpoint, TensorSlice
+from mfload.loading.lazy import Asked, LazyCheckpoint, TensorSlice
 from mfload.loading.session import MAX_RANK
 from mfload.options import Options, started
 from mfload.sources.memory import MemorySource
@@ -166,7 +166,7 @@ def open_file(path: str | bytes, framework: str, device: Any, backend: str) -> _
     with _translated:
         _, index, sources = checkpoint.choose(path, started(options), attrgetter("names"))
         adapter = frameworks.get(name, place)
-        lazy = LazyCheckpoint(index, sources, adapter, device=place, options=options, small=_SMALL)
+        lazy = LazyCheckpoint(index, sources, adapter, Asked(place, options), small=_SMALL)
         maps = backend == "mmap" and len(sources) == 1 and sources[0].file is not None
         if maps and (name == "numpy" or (name == "torch" and place == "cpu")):
             return _Opened(adapter, lazy, sources[0], map_file(sources[0], []))
