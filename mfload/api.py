@@ -238,7 +238,7 @@ def load(
             call, whole = partial(load, **fixed, report=report), names is None and dtype is None
             places = path, fallback, prefer
             return attempts.run(call, *places, options, report, whole=whole)
-    if mesh is not None or shardings is not None or shard is not None:
+    if _on_mesh(mesh, shardings, shard, options):
         from mfload.mesh import load as mesh_load
 
         given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
@@ -262,14 +262,15 @@ def load(
     how = started(options)
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
-    index, sources, requests = _choose(path, names, dtype, how)
+    index, sources, whole = _choose(path, names, dtype, how)
+    requests = _parts(whole, index, mesh, shardings, shard, unmatched)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     loader = Loader(index, sources, adapter, how)
     check = observer = None
     if verify is not None:
-        infos = [request.info for request in requests]
-        check = _manifest_check(verify, how.deadline, index, sources, infos)
+        infos, wanted = [request.info for request in whole], requesting.stored_bytes(requests)
+        check = _manifest_check(verify, how.deadline, index, sources, infos, wanted)
         observer = check.observer
     if report is not None:
         report.add_stage("headers", start, read)
@@ -278,7 +279,7 @@ def load(
     if progress:
         from mfload.progress import shown
 
-        shows = shown(progress, sum(request.info.nbytes for request in requests))
+        shows = shown(progress, requesting.stored_bytes(requests))
     with shows as advance:
         arrays = loader.load(requests, report=report, advance=advance, observer=observer)
     if check is not None:
@@ -428,10 +429,10 @@ def stream(
         order = list(order)
     if names is None and order is not None:
         names = order
-    if mesh is not None or shardings is not None or shard is not None:
-        if lazy:
-            message, expected = "lazy tensors are not sharded", "slices of them, and no mesh="
-            raise errors.UsageError(message, expected=expected)
+    if lazy and (mesh is not None or shardings is not None or shard is not None):
+        message, expected = "lazy tensors are not sharded", "slices of them, and no mesh="
+        raise errors.UsageError(message, expected=expected)
+    if _on_mesh(mesh, shardings, shard, options):
         from mfload.mesh import stream as mesh_stream
 
         given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
@@ -447,6 +448,7 @@ def stream(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how, order)
+    requests = _parts(requests, index, mesh, shardings, shard, unmatched)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     if report is not None:
@@ -502,14 +504,15 @@ def plan(
             framework = deprecated.jax("mfload.plan(path, mesh=…)", "mfload.plan(path, {}, mesh=…)")
     name = _check(framework, device, mesh, shardings, shard, unmatched)
     choose = partial(_choose, path, names, dtype, how, missing_ok=names is None)
-    if sharded:
+    if _on_mesh(mesh, shardings, shard, options):
         from mfload.mesh import load as mesh_load
 
-        backend = mesh_load.backend(name, device, shard, how.exchange)
+        backend = mesh_load.backend(name, device, shard)
         chosen = mesh_load.Chosen(*choose(), how)
         return mesh_load.preview(chosen, backend, mesh, shardings, unmatched)
     with gc_paused():
         index, sources, requests = choose()
+        requests = _parts(requests, index, mesh, shardings, shard, unmatched)
         adapter = frameworks.planned(framework, device, index.names)
         return Loader(index, sources, adapter, how).preview(requests)
 
@@ -861,7 +864,7 @@ def _together(
         _check(framework, device, mesh, shardings, shard, unmatched)
         return mesh_load.Chosen(*_choose(path, names, dtype, how, order), how)
 
-    return choose, mesh_load.backend(name, device, shard, valid.exchange), deadline
+    return choose, mesh_load.backend(name, device, shard), deadline
 
 
 def _check(
@@ -956,13 +959,47 @@ def _choose(
         return index, sources, requests if order is None else requesting.ordered(requests, order)
 
 
+def _on_mesh(mesh: Any, shardings: Any, shard: Any, options: Options | None) -> bool:
+    """Whether the devices of a mesh, or processes that exchange what they read, load together."""
+    if shard is not None:
+        return getattr(options, "exchange", None) == "once"
+    return mesh is not None or shardings is not None
+
+
+def _parts(
+    whole: Sequence[Request],
+    index: Index,
+    mesh: Any,
+    shardings: Any,
+    shard: tuple[int, int] | None,
+    unmatched: str,
+) -> Sequence[Request]:
+    """Requests for what `shard=` takes of each whole tensor, if it is given."""
+    if shard is None:
+        return whole
+    from mfload.mesh import shard as chunks
+
+    with gc_paused():
+        return chunks.cut(whole, shard, mesh, shardings, unmatched, index.names)
+
+
 def _manifest_check(
     verify: str | os.PathLike[str] | Manifest,
     deadline: Deadline,
     index: Index,
     sources: Sequence[Source],
     infos: Sequence[TensorInfo],
+    wanted: int,
+    processes: int = 1,
 ) -> ManifestCheck:
+    """What compares whole tensors as they come; of them, this process wants so many bytes."""
     from mfload.checking.checksums import ManifestCheck
 
+    if processes > 1 or wanted != sum(info.nbytes for info in infos):
+        many = errors.counted(processes, "process", "processes")
+        raise errors.UsageError(
+            "verify= compares whole tensors, and this process reads parts of them",
+            expected="one process, whose shards make up each tensor; or mfload.verify",
+            found=f"{many}; this one wants {errors.amount(wanted)}",
+        )
     return ManifestCheck(verify, index, sources, infos, deadline)

@@ -26,7 +26,7 @@ from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.mesh.base import MeshBackend, Requests, Share, TensorShares, Whole
-from mfload.planning.request import HOST, Request
+from mfload.planning.request import HOST, Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
@@ -150,13 +150,13 @@ class MeshLoad:
         return dict(zip(held, self._backend.assemble(wholes), strict=True))
 
 
-def backend(framework: str, device: object, shard: Any, exchange: str) -> MeshBackend:
-    """The framework's backend, or one of plain shards (see `shard`)."""
+def backend(framework: str, device: object, shard: Any) -> MeshBackend:
+    """The framework's backend, or that of an exchange of chunks of dims (see `shard`)."""
     if shard is None:
         return base.backend(framework)
     from mfload.mesh.shard import ShardBackend
 
-    return ShardBackend(framework, device, shard, exchange=exchange == "once")
+    return ShardBackend(framework, device, shard)
 
 
 def load(
@@ -169,7 +169,7 @@ def load(
     *,
     report: Report | None = None,
     progress: Progress = False,
-    check: Callable[[Index, Sequence[Source], Sequence[TensorInfo]], Any] | None = None,
+    check: Callable[[Index, Sequence[Source], Sequence[TensorInfo], int, int], Any] | None = None,
 ) -> dict[str, Any]:
     """Loads a checkpoint onto the devices of this process, together with the other processes.
 
@@ -191,16 +191,9 @@ def load(
         checking = None
         if check is not None:
             infos = job.stored
-            wanted = base.stored_bytes(job.mine)
-            if group is not None or wanted != sum(info.nbytes for info in infos):
-                raise errors.UsageError(
-                    "verify= compares whole tensors, and this process reads parts of them",
-                    expected="one process, whose shards make up each tensor; or mfload.verify",
-                    found=f"{errors.counted(len(ranks), 'process', 'processes')}; this one wants "
-                    + errors.amount(wanted),
-                )
-            checking = check(chosen.index, chosen.sources, infos)
-        with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
+            wanted = stored_bytes(job.mine)
+            checking = check(chosen.index, chosen.sources, infos, wanted, len(ranks))
+        with shown(progress, stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,
                 job.loader,

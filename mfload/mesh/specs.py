@@ -14,7 +14,8 @@ from mfload.planning.selection import Rules
 
 Shape = tuple[int, ...]
 PLACEMENTS = "Shard(dim), Replicate(), or a list of them, one for each dim of the mesh"
-_NOTHING = object()
+NOTHING = object()
+"""Of a tensor that no rule matches."""
 
 
 def resolve(
@@ -39,27 +40,26 @@ def resolve(
     meant for. `own` gives the sharding of a tensor, by its number, that no rule matches. Rules that
     match no name are warned of.
     """
-    errors.check_choice("unmatched", unmatched, UNMATCHED)
-    aliases = aliases or [[name] for name, _ in rows]
-    alike = shardings is None or single(shardings)
-    function: Any = shardings
-    rules = None if alike or callable(shardings) else _rules(shardings, expected)
-    if rules is not None and rows:
-        rules.warn_of_unmatched([*(name for each in aliases for name in each), *known])
+    names = [name for name, _ in rows]
+    specs = given(
+        names,
+        shardings,
+        unmatched,
+        infos,
+        single=single,
+        expected=expected,
+        aliases=aliases,
+        known=known,
+    )
     resolved: list[Any] = []
     missed: list[str] = []
     misfits: list[errors.ShardingError] = []
-    for n, (name, shape) in enumerate(rows):
-        if rules is not None:
-            found = (rules.find(alias, _NOTHING) for alias in aliases[n])
-            spec = next((each for each in found if each is not _NOTHING), _NOTHING)
-        else:
-            spec = shardings if alike else function(aliases[n][0], infos[n])
+    for n, ((name, shape), spec) in enumerate(zip(rows, specs, strict=True)):
         try:
-            if own is not None and (shardings is None or spec is _NOTHING):
+            if own is not None and (shardings is None or spec is NOTHING):
                 said = own(n)
                 spec = spec if said is None else said
-            if spec is _NOTHING:
+            if spec is NOTHING:
                 missed.append(name)
                 spec = None
                 if unmatched == "error":
@@ -67,9 +67,43 @@ def resolve(
             resolved.append(place(name, shape, spec))
         except errors.ShardingError as error:
             misfits.append(error)
-    if missed and unmatched == "error":
+    refuse(missed if unmatched == "error" else [], misfits, len(rows))
+    return resolved
+
+
+def given(
+    names: Sequence[str],
+    shardings: Any,
+    unmatched: str,
+    infos: Sequence[Any],
+    *,
+    single: Callable[[Any], bool],
+    expected: str,
+    aliases: Sequence[Sequence[str]] | None = None,
+    known: Iterable[str] = (),
+) -> list[Any]:
+    """What the user gave for each tensor; `NOTHING` if no rule matches (see `resolve`)."""
+    errors.check_choice("unmatched", unmatched, UNMATCHED)
+    if shardings is None or single(shardings):
+        return [shardings] * len(names)
+    if callable(shardings):
+        firsts = names if aliases is None else [each[0] for each in aliases]
+        return list(map(shardings, firsts, infos))
+    rules = _rules(shardings, expected)
+    if names:
+        every = names if aliases is None else [name for each in aliases for name in each]
+        rules.warn_of_unmatched([*every, *known])
+    if aliases is None:
+        return [rules.find(name, NOTHING) for name in names]
+    found = ((rules.find(alias, NOTHING) for alias in each) for each in aliases)
+    return [next((spec for spec in each if spec is not NOTHING), NOTHING) for each in found]
+
+
+def refuse(missed: Sequence[str], misfits: Sequence[errors.ShardingError], count: int) -> None:
+    """Raises ShardingError for tensors, of so many, that no rule matches, or that do not fit."""
+    if missed:
         raise errors.ShardingError(
-            f"no sharding for {len(missed)} of {counted(len(rows), 'tensor')}",
+            f"no sharding for {len(missed)} of {counted(count, 'tensor')}",
             tensor=missed[0],
             expected="a rule for each, or unmatched='replicate'",
             problems=tuple(missed) if len(missed) > 1 else (),
@@ -78,7 +112,6 @@ def resolve(
         if len(misfits) > 1:
             misfits[0].problems = tuple(f"{each.tensor}: {each.message}" for each in misfits)
         raise misfits[0]
-    return resolved
 
 
 def of_requests(
