@@ -263,11 +263,11 @@ def load(
             call, whole = partial(load, **fixed, report=report), names is None and dtype is None
             places = path, fallback, prefer
             return attempts.run(call, *places, options, report, whole=whole)
-    if mesh is not None or shardings is not None or shard is not None:
+    if _on_mesh(mesh, shardings, shard, options):
         from mfload.mesh import load as mesh_load
 
         given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
-        made = _on_mesh(*given, report, options, verify)
+        made = _mesh_call(*given, report, options, verify)
         return mesh_load.load(made, progress=progress)
     start = time.perf_counter()
     if report is not None:
@@ -278,9 +278,10 @@ def load(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how)
+    how = verifying(verify, how, index, sources, (request.info for request in requests))
+    requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
-    how = verifying(verify, how, index, sources, (request.info for request in requests))
     loader = Loader(index, sources, adapter, how)
     if report is not None:
         report.add_stage("headers", start, read)
@@ -289,7 +290,7 @@ def load(
     if progress:
         from mfload.progress import shown
 
-        shows = shown(progress, sum(request.info.nbytes for request in requests))
+        shows = shown(progress, requesting.stored_bytes(requests))
     with shows as advance:
         arrays = loader.load(requests, report=report, advance=advance)
     if how.check is not None:
@@ -505,11 +506,11 @@ def _stream(
         names = order = left
     else:
         cleared(report)
-    if mesh is not None or shardings is not None or shard is not None:
+    if _on_mesh(mesh, shardings, shard, options):
         from mfload.mesh import stream as mesh_stream
 
         same = framework, device, names, dtype, mesh, shardings, shard, unmatched
-        made = _on_mesh(path, *same, None, options, verify, order)
+        made = _mesh_call(path, *same, None, options, verify, order)
         return mesh_stream.stream(made._replace(report=report), progress)
     from mfload.loading import stream as streaming
 
@@ -519,6 +520,7 @@ def _stream(
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how, order)
     how = verifying(verify, how, index, sources, (request.info for request in requests))
+    requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     if report is not None:
@@ -583,15 +585,16 @@ def plan(
             framework = deprecated.jax("mfload.plan(path, mesh=…)", "mfload.plan(path, {}, mesh=…)")
     name = _check(framework, device, mesh, shardings, shard, unmatched)
     choose = partial(_choose, path, names, dtype, how, missing_ok=names is None)
-    if sharded:
+    if _on_mesh(mesh, shardings, shard, options):
         from mfload.mesh import load as mesh_load
 
-        backend = mesh_load.backend(name, device, shard, how.exchange)
+        backend = mesh_load.backend(name, device, shard)
         chosen = mesh_load.Chosen(*choose(), how)
         asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
         return mesh_load.preview(chosen, backend, asked)
     with gc_paused():
         index, sources, requests = choose()
+        requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
         adapter = frameworks.planned(framework, device, index.names)
         return Loader(index, sources, adapter, how).preview(requests)
 
@@ -1033,7 +1036,7 @@ def save(
     return begin()() if pending is None else pending.start(begin)
 
 
-def _on_mesh(
+def _mesh_call(
     path: PathOrBytes | Sequence[PathOrBytes],
     framework: str | ModuleType,
     device: object,
@@ -1076,7 +1079,7 @@ def _on_mesh(
         infos = (request.info for request in requests)
         return mesh_load.Chosen(*chosen, verifying(verify, how, index, sources, infos))
 
-    backend = mesh_load.backend(name, device, shard, valid.exchange)
+    backend = mesh_load.backend(name, device, shard)
     asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
     return mesh_load.MeshCall(backend, asked, choose, deadline, report)
 
@@ -1171,3 +1174,35 @@ def _choose(
                 wanted, checked = selection.target(info, wish)
             requests.append(Request(info, wanted, None, checked))
         return index, sources, requests if order is None else requesting.ordered(requests, order)
+
+
+def _on_mesh(mesh: Any, shardings: Any, shard: Any, options: Options | None) -> bool:
+    """Whether the devices of a mesh, or processes that exchange what they read, load together."""
+    if shard is not None:
+        return getattr(options, "exchange", None) == "once"
+    return mesh is not None or shardings is not None
+
+
+def _parts(
+    whole: Sequence[Request],
+    index: Index,
+    mesh: Any,
+    shardings: Any,
+    shard: tuple[int, int] | None,
+    unmatched: str,
+    how: LoadOptions,
+) -> Sequence[Request]:
+    """Requests for what `shard=` takes of each whole tensor, if it is given."""
+    if shard is None:
+        return whole
+    from mfload.mesh import shard as chunks
+    from mfload.mesh.base import MeshArguments
+    from mfload.mesh.load import check_whole
+
+    with gc_paused():
+        asked = MeshArguments(mesh, shardings, unmatched, index.names)
+        made = chunks.cut(whole, shard, asked)
+        if how.check is not None:
+            stored = sum(request.info.nbytes for request in whole)
+            check_whole(how, 1, stored - requesting.stored_bytes(made))
+        return made

@@ -11,6 +11,7 @@ import numpy as np
 from mfload import dtypes
 from mfload.dlpack import View, Views
 from mfload.frameworks import base
+from mfload.planning.layout import evenly
 
 OLDEST = "2.0"
 _MOST_DIMS = 64
@@ -57,11 +58,8 @@ def _in_columns(views: Views) -> list[Any]:
     order = np.argsort(like, kind="stable")
     like, at = like[order], views.at[order]
     step = np.diff(at)
-    breaks = np.diff(like) != 0
-    breaks[1:] |= ~breaks[:-1] & (np.diff(step) != 0)
-    firsts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
     arrays: list[Any] = []
-    for first, end in itertools.pairwise([*firsts, len(at)]):
+    for first, end in itertools.pairwise(evenly(np.diff(like) == 0, step)):
         kind, buffer = divmod(int(like[first]), len(views.memory))
         dtype, shape = kinds[kind]
         memory, places = views.memory[buffer], at[first:end].tolist()

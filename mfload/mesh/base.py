@@ -233,19 +233,24 @@ def _parts(wanted: TensorShares, cuts: dict[Any, Selection | None]) -> list[_Par
     made: list[_Part] = []
     for (process, box), devices in held.items():
         key = info.dtype.name, info.shape, box
-        try:
-            if key not in cuts:
-                cuts[key] = boxed(info, box)
-        except errors.SliceError as error:
-            raise errors.ShardingError(
-                f"a shard would cut through elements of {info.dtype} that share a byte",
-                tensor=info.name,
-                expected=error.expected,
-                found=f"shard {[list(pair) for pair in box]} of shape {list(info.shape)}",
-            ) from None
+        if key not in cuts:
+            cuts[key] = selected(info, box)
         each = [(n,) for n in devices] if separate else [tuple(devices)]
         made += [(process, cuts[key], numbers) for numbers in each]
     return made
+
+
+def selected(info: TensorInfo, box: Box) -> Selection | None:
+    """The selection of a shard; None if it is the whole tensor. Raises ShardingError."""
+    try:
+        return boxed(info, box)
+    except errors.SliceError as error:
+        raise errors.ShardingError(
+            f"a shard would cut through elements of {info.dtype} that share a byte",
+            tensor=info.name,
+            expected=error.expected,
+            found=f"shard {[list(pair) for pair in box]} of shape {list(info.shape)}",
+        ) from None
 
 
 class Target(NamedTuple):
@@ -342,15 +347,3 @@ def backwards(info: TensorInfo) -> bool:
             if steps != sorted(steps, reverse=True) or steps[-1:] < [0]:
                 return True
     return False
-
-
-def stored_bytes(requests: Sequence[Request]) -> int:
-    """Bytes of the files that requests want, each part counted once."""
-    nbytes = 0
-    seen: set[tuple[str, Selection | None]] = set()
-    for request in requests:
-        info, _, selection, *_ = request
-        if (part := (info.name, selection)) not in seen:
-            seen.add(part)
-            nbytes += info.nbytes if selection is None else info.dtype.size_of(selection.shape) or 0
-    return nbytes

@@ -25,7 +25,7 @@ from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.mesh.base import MeshArguments, MeshBackend, Requests, Share, TensorShares, Whole
 from mfload.options import OVERHEAD, LoadOptions
-from mfload.planning.request import HOST, Request
+from mfload.planning.request import HOST, Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
@@ -115,7 +115,7 @@ class MeshLoad:
         options = self.loader.options
         if options.check is not None:
             stored = sum(info.nbytes for info in self.stored)
-            check_whole(options, processes, abs(stored - base.stored_bytes(self.mine)))
+            check_whole(options, processes, abs(stored - stored_bytes(self.mine)))
 
     def part(self, numbers: range) -> MeshLoad:
         """The same for some of the tensors."""
@@ -168,13 +168,13 @@ class MeshLoad:
         return dict(zip(held, self._backend.assemble(wholes), strict=True))
 
 
-def backend(framework: str, device: object, shard: Any, exchange: str) -> MeshBackend:
-    """The framework's backend, or one of plain shards (see `shard`)."""
+def backend(framework: str, device: object, shard: Any) -> MeshBackend:
+    """The framework's backend, or that of an exchange of chunks of dims (see `shard`)."""
     if shard is None:
         return base.backend(framework)
     from mfload.mesh.shard import ShardBackend
 
-    return ShardBackend(framework, device, shard, exchange=exchange == "once")
+    return ShardBackend(framework, device, shard)
 
 
 def load(call: MeshCall, progress: Progress = False) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def load(call: MeshCall, progress: Progress = False) -> dict[str, Any]:
         if group is not None:
             agree_on_inputs(group, job.stored, chosen.sources, chosen.options, job.arguments())
         job.check_whole(len(ranks))
-        with shown(progress, base.stored_bytes(job.mine) if progress else 0) as advance:
+        with shown(progress, stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,
                 job.loader,

@@ -10,41 +10,79 @@ from typing import Any
 from mfload import errors, frameworks
 from mfload.dtypes import DType
 from mfload.frameworks.several import MeshAdapter
+from mfload.index import Box
 from mfload.mesh import base, specs
-from mfload.mesh.base import MeshArguments, Share, TensorShares, Whole
+from mfload.mesh.base import MeshArguments, Share, Whole
 from mfload.options import LoadOptions
-from mfload.planning.request import Request
+from mfload.planning import parts
+from mfload.planning.request import Request, WholeTensors, names
 
 Shape = tuple[int, ...]
 _EXPECTED = "the number of a dim, or None"
 
 
-class ShardBackend:
-    """The chunks of `size` processes, of which this one takes those of `rank` (see `MeshBackend`).
+def cut(
+    whole: Sequence[Request],
+    shard: tuple[int, int],
+    asked: MeshArguments,
+) -> Sequence[Request]:
+    """Requests for one rank's chunk of each whole tensor; `shard` is that of `load`."""
+    rank, size = _checked(shard)
+    _refuse(asked)
+    infos = whole.columns if isinstance(whole, WholeTensors) else [each.info for each in whole]
+    rows = names(whole)
+    dims = specs.given(rows, asked, infos, single=_is_dim, expected=_EXPECTED)
+    if asked.unmatched == "error":
+        missed = [name for name, dim in zip(rows, dims, strict=True) if dim is specs.NOTHING]
+        specs.refuse(missed, (), len(rows))
+    # Tensors that are alike are cut alike. `dims` keeps what was given, so the ids stay its own.
+    kinds: dict[Any, int] = {}
+    alike = zip(parts.kinds(whole), map(id, dims), strict=True)
+    numbers = [kinds.setdefault(kind, len(kinds)) for kind in alike]
+    made: list[Any] = [None] * len(kinds)
+    misfits: list[errors.ShardingError] = []
+    for n, number in enumerate(numbers):
+        if made[number] is None:
+            try:
+                made[number] = _chunk(whole[n], dims[n], rank, size)
+            except errors.ShardingError as error:
+                misfits.append(error)
+    specs.refuse((), misfits, len(rows))
+    return parts.take(whole, made, numbers)
 
-    Shardings are dims: numbers, or None for whole tensors. Each process reads its own chunks, and
-    no process group is needed, unless the exchange is asked for: then the framework's own group
-    takes part, which must have the same rank and size. A rank that does not ask for it tells the
-    others nothing, so these wait for it for `arrival` seconds at most, or until their timeout.
+
+def _chunk(request: Request, spec: Any, rank: int, size: int) -> parts.Part:
+    """The chunk of a rank."""
+    info = request.info
+    row = specs.rows([request])[0]
+    dim = _dim(row, None if spec is specs.NOTHING else spec)
+    # What splits elements that share a byte is refused by all, also by one whose own would do.
+    ranks = range(size) if info.dtype.elements > 1 else (rank,)
+    cuts = {each: base.selected(info, _box(info.shape, dim, each, size)) for each in ranks}
+    return parts.part(request, cuts[rank])
+
+
+def _box(shape: Shape, dim: int | None, rank: int, size: int) -> Box:
+    box = [(0, length) for length in shape]
+    if dim is not None:
+        box[dim] = specs.chunk(shape[dim], size, rank)
+    return tuple(box)
+
+
+class ShardBackend:
+    """The chunks of the processes of a group, which read them for each other (see `MeshBackend`).
+
+    Shardings are dims: numbers, or None for whole tensors. The framework's own process group must
+    have the rank and size of `shard`. A rank that does not ask for the exchange tells the others
+    nothing, so these wait for it for `arrival` seconds at most, or until their timeout.
     """
 
     arrival = base.ARRIVAL
 
-    def __init__(
-        self,
-        framework: str | ModuleType,
-        device: object,
-        shard: tuple[int, int],
-        *,
-        exchange: bool,
-    ) -> None:
+    def __init__(self, framework: str | ModuleType, device: object, shard: tuple[int, int]) -> None:
         self._framework, self._device = frameworks.resolve(framework), device
         self._shard = shard
-        self._group: base.MeshBackend | None = None
         self._adapter: MeshAdapter | None = None
-        if not exchange:
-            self.rank, self._size = _checked(shard)
-            return
         if self._framework not in frameworks.ON_MESHES:
             raise errors.UsageError(
                 f"exchange='once' needs a process group, and {self._framework} has none",
@@ -59,20 +97,13 @@ class ShardBackend:
         return self.rank, self._size
 
     def processes(self, asked: MeshArguments) -> tuple[int, ...]:
-        """The process itself, or all that exchange."""
-        return self._ranks()
-
-    def _ranks(self) -> tuple[int, ...]:
-        return (self.rank,) if self._group is None else tuple(range(self._size))
+        """All that exchange."""
+        return tuple(range(self._size))
 
     def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[int | None]:
         """The dim that is cut of each whole tensor, counted from the first; None for none."""
-        mesh, shardings, *_ = asked
-        if mesh is not None or shardings is None:
-            message = "shard=(rank, size) is for dims"
-            expected = "shardings=[(regex, dim)] and no mesh="
-            raise errors.UsageError(message, expected=expected, found=f"{mesh=}, {shardings=}")
-        if self._group is not None and _checked(self._shard) != self.group():
+        _refuse(asked)
+        if _checked(self._shard) != self.group():
             raise errors.UsageError(
                 f"exchange='once' needs a process group of {self._framework} with the same rank "
                 "and size as shard=",
@@ -80,25 +111,12 @@ class ShardBackend:
                 found=f"shard={self._shard}",
             )
         rows = specs.rows(requests)
-        dims = specs.resolve(rows, asked, _dim, single=_is_dim, expected=_EXPECTED)
-        for (info, dtype, *_), dim in zip(requests, dims, strict=True):
-            if info.dtype.elements > 1:  # Refused by all, also by one whose own chunk would do.
-                every = self._chunks(dim, info.shape, range(self._size))
-                base.requests([TensorShares(info, dtype, False, every)])
-        return dims
+        return specs.resolve(rows, asked, _dim, single=_is_dim, expected=_EXPECTED)
 
     def shares(self, sharding: int | None, shape: Shape) -> tuple[Share, ...]:
-        """The chunk of each process that takes part."""
-        return self._chunks(sharding, shape, self._ranks())
-
-    def _chunks(self, dim: int | None, shape: Shape, ranks: Iterable[int]) -> tuple[Share, ...]:
-        made: list[Share] = []
-        for rank in ranks:
-            box = [(0, length) for length in shape]
-            if dim is not None:
-                box[dim] = specs.chunk(shape[dim], self._size, rank)
-            made.append(Share(rank, 0, tuple(box)))
-        return tuple(made)
+        """The chunk of each process."""
+        ranks = range(self._size)
+        return tuple([Share(n, 0, _box(shape, sharding, n, self._size)) for n in ranks])
 
     def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
         """A process has one device, so nothing is shared."""
@@ -120,7 +138,7 @@ class ShardBackend:
 
     def store(self) -> base.Store | None:
         """That of the process group."""
-        return None if self._group is None else self._group.store()
+        return self._group.store()
 
     @property
     def transport(self) -> base.Transport:
@@ -129,8 +147,15 @@ class ShardBackend:
 
     def link(self, ranks: Sequence[int], width: int, deadline: Any) -> base.Link:
         """That of the process group."""
-        assert self._group is not None
         return self._group.link(ranks, width, deadline)
+
+
+def _refuse(asked: MeshArguments) -> None:
+    mesh, shardings, *_ = asked
+    if mesh is not None or shardings is None:
+        message = "shard=(rank, size) is for dims"
+        expected = "shardings=[(regex, dim)] and no mesh="
+        raise errors.UsageError(message, expected=expected, found=f"{mesh=}, {shardings=}")
 
 
 def _checked(shard: Any) -> tuple[int, int]:

@@ -14,7 +14,8 @@ from mfload.planning.selection import Rules
 
 Shape = tuple[int, ...]
 PLACEMENTS = "Shard(dim), Replicate(), or a list of them, one for each dim of the mesh"
-_NOTHING = object()
+NOTHING = object()
+"""Of a tensor that no rule matches."""
 
 
 class Row(NamedTuple):
@@ -54,37 +55,65 @@ def resolve(
     `expected` what such a value is. `own` gives the sharding of a tensor, by its number, that no
     rule matches. Rules that match no name are warned of.
     """
-    _, shardings, unmatched, known = asked
-    errors.check_choice("unmatched", unmatched, UNMATCHED)
-    alike = shardings is None or single(shardings)
-    function: Any = shardings
-    rules = None if alike or callable(shardings) else _rules(shardings, expected)
-    if rules is not None and rows:
-        rules.warn_of_unmatched([*(name for row in rows for name in row.names), *known])
+    names = [row.name for row in rows]
+    aliases, infos = [row.names for row in rows], [row.info for row in rows]
+    specs = given(names, asked, infos, single=single, expected=expected, aliases=aliases)
     resolved: list[Any] = []
     missed: list[str] = []
     misfits: list[errors.ShardingError] = []
-    for n, row in enumerate(rows):
-        if rules is not None:
-            found = (rules.find(alias, _NOTHING) for alias in row.names)
-            spec = next((each for each in found if each is not _NOTHING), _NOTHING)
-        else:
-            spec = shardings if alike else function(row.names[0], row.info)
+    for n, (row, said) in enumerate(zip(rows, specs, strict=True)):
+        spec = said
         try:
-            if own is not None and (shardings is None or spec is _NOTHING):
-                said = own(n)
-                spec = spec if said is None else said
-            if spec is _NOTHING:
+            if own is not None and (asked.shardings is None or spec is NOTHING):
+                default = own(n)
+                spec = spec if default is None else default
+            if spec is NOTHING:
                 missed.append(row.name)
                 spec = None
-                if unmatched == "error":
+                if asked.unmatched == "error":
                     continue
             resolved.append(place(row, spec))
         except errors.ShardingError as error:
             misfits.append(error)
-    if missed and unmatched == "error":
+    refuse(missed if asked.unmatched == "error" else [], misfits, len(rows))
+    return resolved
+
+
+def given(
+    names: Sequence[str],
+    asked: MeshArguments,
+    infos: Sequence[Any],
+    *,
+    single: Callable[[Any], bool],
+    expected: str,
+    aliases: Sequence[Sequence[str]] | None = None,
+) -> list[Any]:
+    """What the user gave for each tensor; `NOTHING` if no rule matches (see `resolve`).
+
+    `aliases` are the names that rules may use. Default: those of the tensors.
+    """
+    _, shardings, unmatched, known = asked
+    errors.check_choice("unmatched", unmatched, UNMATCHED)
+    if shardings is None or single(shardings):
+        return [shardings] * len(names)
+    if callable(shardings):
+        firsts = names if aliases is None else [each[0] for each in aliases]
+        return list(map(shardings, firsts, infos))
+    rules = _rules(shardings, expected)
+    if names:
+        every = names if aliases is None else [name for each in aliases for name in each]
+        rules.warn_of_unmatched([*every, *known])
+    if aliases is None:
+        return [rules.find(name, NOTHING) for name in names]
+    found = ((rules.find(alias, NOTHING) for alias in each) for each in aliases)
+    return [next((spec for spec in each if spec is not NOTHING), NOTHING) for each in found]
+
+
+def refuse(missed: Sequence[str], misfits: Sequence[errors.ShardingError], count: int) -> None:
+    """Raises ShardingError for tensors, of so many, that no rule matches, or that do not fit."""
+    if missed:
         raise errors.ShardingError(
-            f"no sharding for {len(missed)} of {counted(len(rows), 'tensor')}",
+            f"no sharding for {len(missed)} of {counted(count, 'tensor')}",
             tensor=missed[0],
             expected="a rule for each, or unmatched='replicate'",
             problems=tuple(missed) if len(missed) > 1 else (),
@@ -93,7 +122,6 @@ def resolve(
         if len(misfits) > 1:
             misfits[0].problems = tuple(f"{each.tensor}: {each.message}" for each in misfits)
         raise misfits[0]
-    return resolved
 
 
 def is_single(whole: Any, item: Any, spec: Any) -> bool:

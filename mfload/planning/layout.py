@@ -45,6 +45,17 @@ _MANY = 32  # From so many on, arrays are faster than one after the other.
 _FEW = 8  # After fewer the next ones are placed without arrays, which cost more than they save.
 
 
+def evenly(alike: Any, *steps: Any) -> list[int]:
+    """Where groups of neighbours that are alike, at equal distances, begin; and the end of all.
+
+    `alike` says of each neighbour whether it is as the one before, `steps` how far behind that.
+    """
+    breaks = ~alike
+    for step in steps:
+        breaks[1:] |= alike[:-1] & (np.diff(step) != 0)
+    return [0, *(np.flatnonzero(breaks) + 1).tolist(), len(alike) + 1]
+
+
 class BufferSpec(NamedTuple):
     """A buffer: a map of a source, or memory of a device (by its number) or of the host.
 

@@ -6,6 +6,7 @@ at the machine; what depends on those (engine, page cache) is the route.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 
 from mfload.planning.blocks import Block, Costs
-from mfload.planning.layout import FEW, BufferSpec, Layout, Packed
+from mfload.planning.layout import FEW, BufferSpec, Layout, Packed, evenly
 from mfload.planning.reads import NoReads, Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
 
@@ -339,8 +340,9 @@ def _in_columns(
     kind, *rest = map(np.asarray, (columns.kind, columns.sources, columns.offsets, columns.nbytes))
     order = np.lexsort((rest[1], rest[0]))
     source, offset, nbytes, aligns = (each[order] for each in (*rest, np.array(own)[kind]))
-    if allocations and allocations[0].device is not None:
-        buffer, at = layout.place_there(nbytes, allocations[0].device)
+    on_host = not allocations or allocations[0].device is None
+    if not on_host:
+        buffer, at = layout.place_there(nbytes, allocations[0].device or 0)
     else:
         buffer, at = layout.place_all(source, offset, nbytes, aligns)
     buffers = layout.end()
@@ -354,10 +356,24 @@ def _in_columns(
         for each, step in zip(runs, (0, length[:-1], 0, length[:-1]), strict=True):
             follows &= each[1:] == each[:-1] + step
         first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-        totals = np.add.reduceat(length, first)
-        (source, offset, buffer_of, start) = (each[first].tolist() for each in runs)
-        for run in zip(source, offset, totals.tolist(), buffer_of, start, strict=True):
-            reads.run(*run)
+        source, offset, held, start = (each[first] for each in runs)
+        _read(reads, source, offset, np.add.reduceat(length, first), held, start, on_host)
     there = np.empty_like(buffer), np.empty_like(at)
     there[0][order], there[1][order] = buffer, at
     return Plan(Places(requests, *there), buffers, reads.end(), reads.staged, allocations)
+
+
+def _read(
+    reads: Reads, source: Any, offset: Any, nbytes: Any, buffer: Any, at: Any, on_host: bool
+) -> None:
+    """Has runs read, in columns."""
+    alike = np.logical_and.reduce([np.diff(each) == 0 for each in (source, nbytes, buffer)])
+    step, pace = np.diff(offset), np.diff(at)
+    ends = evenly(alike, step, pace) if on_host else range(len(offset) + 1)
+    columns = [each.tolist() for each in (source, offset, nbytes, buffer, at)]
+    for low, high in itertools.pairwise(ends):
+        run = [column[low] for column in columns]
+        if high - low == 1:
+            reads.run(*run)
+        else:
+            reads.runs(*run, high - low, int(step[low]), int(pace[low]))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mfload.planning.blocks import LONG, Block, Costs, Segment
+import numpy as np
+
+from mfload.planning.blocks import LONG, Block, Copy, Costs, Segment
 from mfload.planning.request import Request
 
 if TYPE_CHECKING:
@@ -14,6 +16,9 @@ if TYPE_CHECKING:
 # Segments of several buffers are read at once up to so many bytes. Beyond, a read of its own
 # costs little, and one that has a single place needs no slot, whatever the engine.
 _MIXED = 1 << 20
+# So many runs at equal distances, and so short, are copied out of a slot in less time than each is
+# placed: half of each of 10,000 tensors of 64 bytes loads in 15 ms instead of 28.
+_SEVERAL, _SHORT = 8, 4 << 10
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 
 
@@ -48,6 +53,32 @@ class Reads:
         else:
             self._end_run(source)
             self._run = offset, nbytes, buffer, at
+
+    def runs(
+        self,
+        source: int,
+        offset: int,
+        nbytes: int,
+        buffer: int,
+        at: int,
+        count: int,
+        step: int,
+        pace: int,
+    ) -> None:
+        """Takes so many runs at equal distances: the next is `step` ahead, its place `pace`."""
+        gap, most = step - nbytes, self._costs.slot // max(1, step)
+        if count < _SEVERAL or nbytes > _SHORT or not 0 <= gap < self._gap or not most:
+            for n in range(count):
+                self.run(source, offset + n * step, nbytes, buffer, at + n * pace)
+            return
+        self._end_run(source)
+        kind, into = np.dtype(f"V{nbytes}"), None if pace == nbytes else (pace,)
+        for first in range(0, count, most):
+            some = min(most, count - first)
+            start, reach = offset + first * step, (some - 1) * step + nbytes
+            copy = Copy((some,), (step,), 0, kind, kind, into=into)
+            segment = Segment(start, reach, buffer, at + first * pace, copy)
+            self._add(start, reach, some * nbytes, [segment], slotted=True)
 
     def parts(
         self,
@@ -201,6 +232,9 @@ class NoReads(Reads):
     """Takes what `Reads` takes, and plans no reads."""
 
     def run(self, source: int, offset: int, nbytes: int, buffer: int, at: int) -> None:
+        """Does nothing."""
+
+    def runs(self, *_: Any) -> None:
         """Does nothing."""
 
     def parts(self, *_: Any, **__: Any) -> None:

@@ -146,6 +146,18 @@ def sizes(requests: Sequence[Request]) -> Sequence[int]:
     return list(map(_NBYTES, requests))
 
 
+def stored_bytes(requests: Sequence[Request]) -> int:
+    """Bytes of the files that requests want, each part counted once."""
+    nbytes = 0
+    seen: set[tuple[str, Selection | None]] = set()
+    for request in requests:
+        info, _, selection, *_ = request
+        if (part := (info.name, selection)) not in seen:
+            seen.add(part)
+            nbytes += info.nbytes if selection is None else info.dtype.size_of(selection.shape) or 0
+    return nbytes
+
+
 Owner = Literal["mfload", "framework", "source"]
 """Whose memory a result lies in; in that of its source, it lies there already."""
 

@@ -33,7 +33,7 @@ from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives, moved
 from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning import request
 from mfload.planning.memory import grouped
-from mfload.planning.request import Request
+from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.report import Report
 from mfload.sources.base import Source
@@ -273,7 +273,7 @@ class Assembly:
         """Bytes of the files that this process wants."""
         every = [self._direct.mine, *(wanted.mine for wanted, _, _ in self._steps)]
         every += map(self._whole_tensors, self._alone.values())
-        return sum(map(base.stored_bytes, every)) + self._numpy.stored_bytes
+        return sum(map(stored_bytes, every)) + self._numpy.stored_bytes
 
     def _whole_tensors(self, numbers: Sequence[int]) -> list[Request]:
         recipes = [self._goals[number].recipe for number in numbers]

@@ -37,7 +37,7 @@ from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import MeshArguments, MeshBackend, Share, TensorShares, Whole
 from mfload.options import OVERHEAD, LoadOptions, Options, started
 from mfload.planning.memory import grouped
-from mfload.planning.request import Request
+from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.progress import shown
 from mfload.report import Report, cleared
@@ -654,7 +654,7 @@ class _Filling:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that this process wants."""
-        return sum(base.stored_bytes(step.requests[self._rank]) for step in self._steps)
+        return sum(stored_bytes(step.requests[self._rank]) for step in self._steps)
 
     @property
     def check(self) -> Any:

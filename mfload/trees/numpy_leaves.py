@@ -18,7 +18,7 @@ from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning.memory import grouped
-from mfload.planning.request import Request
+from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import boxed, transposed
 from mfload.report import Report
 from mfload.sources.base import Source
@@ -63,7 +63,7 @@ class NumpyLeaves:
     def stored_bytes(self) -> int:
         """Bytes of the files that they are made of."""
         every = [part for _, part in (*self._direct, *self._arranged)]
-        return base.stored_bytes([request for part in every for request in _requests(part)])
+        return stored_bytes([request for part in every for request in _requests(part)])
 
     def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
         """The arrays, in the order of the recipes."""

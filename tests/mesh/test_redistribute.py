@@ -27,7 +27,7 @@ from mfload.mesh import (
 from mfload.mesh.schedule import Parcel, Schedule, make_schedule
 from mfload.options import LoadOptions
 from mfload.planning.plan import Place
-from mfload.planning.request import Request, box_of
+from mfload.planning.request import Request, box_of, stored_bytes
 from mfload.planning.slicing import boxed, intersection
 from mfload.runtime import Deadline
 from mfload.sources.base import Costs
@@ -447,7 +447,7 @@ class TestRun:
                 if kind is stores.LinkOfDevices:
                     link.close()
             every = {(r.info.name, r.dtype.name, box_of(r)): r for r in requests[rank]}
-            assert sum(come) == sum(mesh_base.stored_bytes([r]) for r in every.values())
+            assert sum(come) == sum(stored_bytes([r]) for r in every.values())
             if kind is stores.LinkOfDevices:
                 memory = [bytes_of(each) for each in memory]
                 for device in link.devices:

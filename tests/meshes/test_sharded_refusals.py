@@ -185,7 +185,7 @@ def test_parts_cannot_be_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     mfload.verify(path, mode="write")
     manifest = path.with_name("model.safetensors.checksums.json")
     # Shardings that leave something out need several processes.
-    monkeypatch.setattr("mfload.mesh.base.stored_bytes", lambda _: 0)
+    monkeypatch.setattr("mfload.mesh.load.stored_bytes", lambda _: 0)
     with pytest.raises(errors.UsageError, match="whole tensors"):
         mfload.load(path, framework="jax", mesh=shards.mesh(), verify=manifest)
 
