@@ -72,7 +72,7 @@ class Landing:
     def __contains__(self, owner: object) -> bool:
         return owner in self._places
 
-    def __iter__(self) -> Iterator[Hashable]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self._places)
 
 
