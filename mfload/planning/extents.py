@@ -60,7 +60,7 @@ def contiguous(request: Request) -> int | None:
     info, dtype, selection, *_ = request
     if dtype is not info.dtype or not info.simple:
         return None
-    if selection is not None and selection.order is not None:
+    if selection is not None and selection.steps is not None:
         return None
     ahead = 0
     if selection is not None and request.nbytes:
@@ -526,11 +526,10 @@ def axes_of(request: Request, shape: Sequence[int]) -> tuple[Axis, ...]:
 
 def places(request: Request, axes: Sequence[Axis], unit: int) -> tuple[int, ...]:
     """Bytes of a result between neighbours in each dim of what a request takes."""
-    order = None if request.selection is None else request.selection.order
-    if order is None:
+    steps = None if request.selection is None else request.selection.steps
+    if steps is None:
         return c_strides([axis.size for axis in axes], unit)
-    steps = c_strides([axes[dim].size for dim in order], unit)
-    return tuple(steps[order.index(dim)] for dim in range(len(axes)))
+    return tuple(step * unit for step in steps)
 
 
 def stored_shape(info: TensorInfo) -> tuple[int, ...]:

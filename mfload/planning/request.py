@@ -42,10 +42,9 @@ class Request(NamedTuple):
     def by_host(self) -> bool:
         """Whether it is put together on the host.
 
-        What is encoded, not in C order or wanted in another order of dims is; so are columns of a
-        list.
+        What is encoded, not in C order or wanted with steps in memory is; so are columns of a list.
         """
-        if self.selection is not None and self.selection.order is not None:
+        if self.selection is not None and self.selection.steps is not None:
             return True
         return not self.info.simple or any(axis.picks for axis in (self.selection or ())[1:])
 

@@ -34,18 +34,16 @@ class Selection(tuple[Axis, ...]):
 
     Attributes:
         leads: The dim of the result that NumPy makes the first; 0 if it is in its place.
-        order: Which of the tensor's dims each dim of the result is; None if they are in order.
-            The result lies in memory in its own order.
+        steps: Elements between neighbours of each dim in the memory that it lands in; None if the
+            result lies in C order.
     """
 
     leads = 0
-    order: tuple[int, ...] | None = None
+    steps: tuple[int, ...] | None = None
 
     @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Shape of the result."""
-        if self.order is not None:
-            return tuple([self[dim].size for dim in self.order])
         return tuple([axis.size for axis in self if not axis.drop])
 
     @functools.cached_property
@@ -154,10 +152,10 @@ def boxed(info: TensorInfo, box: Box) -> Selection | None:
     return _unless_whole(info, box, Selection(Axis(start, stop - start) for start, stop in box))
 
 
-def transposed(box: Box, order: Sequence[int]) -> Selection:
-    """The selection of a box whose dims come out in another order."""
+def strided(box: Box, steps: Sequence[int]) -> Selection:
+    """The selection of a box that lands in memory with so many elements between neighbours."""
     made = Selection(Axis(start, stop - start) for start, stop in box)
-    made.order = tuple(order)
+    made.steps = tuple(steps)
     return made
 
 

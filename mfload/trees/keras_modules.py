@@ -15,6 +15,7 @@ import numpy as np
 
 from mfload import errors, frameworks
 from mfload.frameworks import base, private_api
+from mfload.trees.landing import Target
 from mfload.trees.modules import Module, New, overlapping, unfit
 from mfload.trees.recipe import Leaf, brief
 
@@ -66,6 +67,14 @@ class KerasModule(Module):
         if units is None or not units.flags.c_contiguous:
             return None
         return base.memory_at(self.variables[number].value, units.ctypes.data, units.nbytes)
+
+    def target(self, number: int) -> Target | None:
+        """Of tensors of PyTorch in host memory."""
+        units = self._units(number)
+        if units is None:
+            return None
+        strides = self.variables[number].value.stride()
+        return Target(units, units.ctypes.data, tuple(strides))
 
     def _units(self, number: int) -> Any:
         """The memory of a leaf as a NumPy array that can be written to."""

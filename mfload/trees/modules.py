@@ -36,6 +36,7 @@ from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import MeshArguments, MeshBackend, Share, TensorShares, Whole
 from mfload.options import OVERHEAD, LoadOptions, Options, started
+from mfload.planning.extents import c_strides
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import shape_of
@@ -44,6 +45,7 @@ from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.trees import batches, matching, ties, torn
 from mfload.trees.batches import BatchItem, LeafPart
+from mfload.trees.landing import Landing, Target
 from mfload.trees.matching import Wishes
 from mfload.trees.recipe import OPEN, Leaf, MisfitError, Recipe, brief
 
@@ -150,6 +152,12 @@ class Module:
         None if it has gaps, can't be written to directly, or lies where mfload does not land.
         """
         raise NotImplementedError
+
+    def target(self, number: int) -> Target | None:
+        """The memory on the host of what this process holds of a leaf, whatever its strides.
+
+        That of `empty`, if it was called. None if it lies elsewhere or can't be written to directly.
+        """
 
     def adapter(self) -> Adapter:
         """Makes the new arrays of leaves without memory."""
@@ -420,7 +428,8 @@ class _Filling:
     def _plan(self, recipes: Mapping[int, Recipe]) -> None:
         options, leaves = self._loader.options, self._module.leaves
         memory: dict[int, Any] = {}
-        rows: list[tuple[Box, bool]] = []  # What this process holds, and whether it lands there.
+        rows: list[tuple[Box, bool]] = []  # What this process holds, and if it lands as it is.
+        self._strided = Landing(memory, len(leaves))
         # Recipes share transforms, of which these are sought once.
         known = {id(each.transform): each.transform for each in recipes.values()}
         kinds = {key: (each.plain, each.shape) for key, each in known.items()}
@@ -468,13 +477,16 @@ class _Filling:
             else:
                 if memory.pop(number, None) is None and not leaves[number].abstract:
                     self._aside(number, recipe)
-                if shares:
+                if shares and not self._lands_strided(number, recipe, rows[at][0]):
                     arranged.append((number, batches.parts(recipe, shares)))
-        self._count, self.landing = len(recipes), () if self._beside else memory
+        self._count = len(recipes)
+        filled = [n for n in self._strided if not leaves[n].abstract]
+        self.landing = () if self._beside else [*(n for n in memory if n < len(leaves)), *filled]
         self._check_beside()
         self._adapter = InPlaceAdapter(self._loader.adapter, memory)
         loader = Loader(self._loader.index, self._loader.sources, self._adapter, options)
         requests = self._requests(direct)
+        requests[self._rank] += self._strided.requests
         land = functools.partial(self._land, requests[self._rank])
         self._steps.append(_Step(requests, loader, land))
         self._steps += self._replacing(replaced, loader)
@@ -489,6 +501,23 @@ class _Filling:
         exchanges = self._group is not None and self._loader.options.exchange != "never"
         on_host = exchanges or not recipe.tensors[0].simple
         return None if on_host and not isinstance(found, np.ndarray) else found
+
+    def _lands_strided(self, number: int, recipe: Recipe, box: Box) -> bool:
+        """Whether what this process holds of a leaf lands in its memory by strides."""
+        if self._group is not None and self._loader.options.exchange != "never":
+            return False  # What processes send each other lands as it is stored.
+        leaf, beside = self._module.leaves[number], (self._beside or {}).get(number)
+        if beside is not None:
+            target = Target(beside, beside.ctypes.data, c_strides(beside.shape, 1))
+        elif leaf.abstract and (leaf.shape == OPEN or self._loader.adapter.on_host):
+            target = Target(None, 0, c_strides(shape_of(box), 1))
+        elif leaf.abstract or (target := self._module.target(number)) is None:
+            return False
+        if not self._strided.add(number, recipe, box, target.strides):
+            return False
+        if not leaf.abstract:
+            self._strided.give(number, target)
+        return True
 
     def _aside(self, number: int, recipe: Recipe) -> Any:
         """An array for what this process holds of a leaf, until `swap`; None if not `atomic`."""
@@ -675,6 +704,8 @@ class _Filling:
         for number, shape in self._empty.items():
             array = self._module.empty(number, shape, self.made[number].dtype)
             self.made[number] = self.made[number]._replace(array=array)
+            if number in self._strided and (target := self._module.target(number)) is not None:
+                self._strided.give(number, target)
         for requests, loader, finish in self._steps:
             one, kept = Report(), buffers.live_bytes() - held
             if not any(requests.values()):

@@ -1,30 +1,35 @@
-"""Leaves that stay NumPy's: read on the host, and arranged there.
+"""Leaves that stay NumPy's: read on the host into their places, or arranged there.
 
 Each process of a load reads its own, since nothing of them is sharded.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from mfload import errors
 from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Index
+from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.options import OVERHEAD, LoadOptions
+from mfload.planning.extents import c_strides
 from mfload.planning.memory import grouped
 from mfload.planning.request import Request, stored_bytes
-from mfload.planning.slicing import boxed, transposed
+from mfload.planning.slicing import boxed
 from mfload.report import Report
 from mfload.sources.base import Source
 from mfload.trees import batches
 from mfload.trees.batches import LeafPart
-from mfload.trees.recipe import Recipe
+from mfload.trees.landing import Landing, Target
+from mfload.trees.recipe import Recipe, new_row
+
+_NEW = (-1,)  # Names no memory that is there.
 
 
 class NumpyLeaves:
@@ -37,9 +42,18 @@ class NumpyLeaves:
         recipes: Sequence[Recipe],
         options: LoadOptions,
     ) -> None:
-        every = [(n, _whole(recipe)) for n, recipe in enumerate(recipes)]
-        self._direct = [(n, part) for n, part in every if _lands(part)]
-        self._arranged = [(n, part) for n, part in every if not _lands(part)]
+        self._recipes, self._memory = recipes, dict[int, Any]()
+        self._landing = Landing(self._memory)
+        self._direct: list[tuple[int, Request]] = []
+        self._arranged: list[tuple[int, LeafPart]] = []
+        for number, recipe in enumerate(recipes):
+            shape = recipe.transform.shape
+            if recipe.transform.plain:
+                row = recipe.tensors[0], recipe.landed, None, recipe.checked, _NEW
+                self._direct.append((number, new_row(Request, row)))
+            elif not self._landing.add(number, recipe, _whole(shape), c_strides(shape, 1)):
+                (part,) = batches.parts(recipe, [base.Share(0, 0, _whole(shape))])
+                self._arranged.append((number, part))
         given = options.max_host_overhead
         limit = OVERHEAD if given is None else given
         waits, slots = max((part.nbytes for _, part in self._arranged), default=0), limit
@@ -57,60 +71,57 @@ class NumpyLeaves:
         options = options.replace(allocator="mfload", max_device_overhead=None)
         if given is not None:
             options = options.replace(max_host_overhead=slots)
-        self._loader = Loader(index, sources, NumpyAdapter(), options)
+        adapter = NumpyAdapter()
+        if self._landing.requests:
+            adapter = InPlaceAdapter(adapter, self._memory)
+        self._loader = Loader(index, sources, adapter, options)
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that they are made of."""
-        every = [part for _, part in (*self._direct, *self._arranged)]
-        return stored_bytes([request for part in every for request in _requests(part)])
+        every = [request for _, request in self._direct] + self._landing.requests
+        return stored_bytes([*every, *_requests(part for _, part in self._arranged)])
 
     def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
         """The arrays, in the order of the recipes."""
         made: dict[int, Any] = {}
-        # All that lands as it is wanted at once, and what waits in groups.
-        groups = grouped(self._arranged, self._limit, lambda each: each[1].nbytes)
-        for batch in filter(None, itertools.chain([self._direct], groups)):
-            one, wanted = Report(), [request for _, part in batch for request in _requests(part)]
-            landed = iter(self._loader.load(wanted, report=one, advance=advance))
+        recipes = {number: self._recipes[number] for number in self._landing}
+        check_host(sum(_nbytes(recipe) for recipe in recipes.values()))
+        for number, recipe in recipes.items():
+            made[number] = array = np.empty(recipe.transform.shape, recipe.dtype.numpy)
+            self._landing.give(number, Target(array, array.ctypes.data, ()))
+        numbers = [number for number, _ in self._direct]
+        requests = [request for _, request in self._direct]
+        landed = self._load([*requests, *self._landing.requests], report, advance)
+        for number, array in zip(numbers, landed, strict=False):
+            made[number] = np.require(array, requirements="W")  # No map of a file.
+        for batch in grouped(self._arranged, self._limit, lambda each: each[1].nbytes):
+            landed = self._load([*_requests(part for _, part in batch)], report, advance)
+            each = iter(landed)
             for number, part in batch:
-                arrays = [next(landed) for _ in part.sources]
-                made[number] = _own(part, arrays)
-            report.add(one)
+                arrays = [next(each) for _ in part.sources]
+                made[number] = np.array(part.transform.evaluate(arrays, np), order="C")
         return [made[number] for number in range(len(made))]
 
-
-def _whole(recipe: Recipe) -> LeafPart:
-    """All of a leaf as one part."""
-    transform = recipe.transform
-    box = tuple((0, length) for length in transform.shape)
-    if transform.plain or 0 in transform.shape:
-        sources = ((recipe.tensors[0], box),) if transform.plain else ()
-        return LeafPart(recipe, box, (), sources, transform, 0)
-    (part,) = batches.parts(recipe, [base.Share(0, 0, box)])
-    return part
+    def _load(
+        self, requests: Sequence[Request], report: Report, advance: Callable[[int], None] | None
+    ) -> list[Any]:
+        one = Report()
+        landed = self._loader.load(requests, report=one, advance=advance) if requests else []
+        report.add(one)
+        return landed
 
 
-def _lands(part: LeafPart) -> bool:
-    """Whether a leaf is one box of a tensor, its dims in some order."""
-    if part.transform.order is None or len(part.sources) != 1:
-        return False
-    return part.transform.plain or part.sources[0][0].dtype.elements == 1
+def _whole(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    return tuple((0, length) for length in shape)
 
 
-def _requests(part: LeafPart) -> Iterator[Request]:
-    recipe = part.recipe
-    for info, box in part.sources:
-        selection, order = boxed(info, box), part.transform.order
-        if order is not None and order != tuple(range(len(order))) and _lands(part):
-            selection = transposed(box, order)
-        yield Request(info, recipe.landed, selection, recipe.checked, ())
+def _nbytes(recipe: Recipe) -> int:
+    return recipe.dtype.size_of(recipe.transform.shape) or 0
 
 
-def _own(part: LeafPart, arrays: Sequence[Any]) -> Any:
-    """A leaf that can be written to, in C order."""
-    if _lands(part):
-        return np.require(arrays[0], requirements="W").reshape(part.shape)  # No map of a file.
-    if not arrays:
-        return np.empty(part.shape, part.recipe.dtype.numpy)
-    return np.array(part.transform.evaluate(arrays, np), order="C")
+def _requests(parts: Iterable[LeafPart]) -> Iterator[Request]:
+    for part in parts:
+        recipe = part.recipe
+        for info, box in part.sources:
+            yield Request(info, recipe.landed, boxed(info, box), recipe.checked, _NEW)

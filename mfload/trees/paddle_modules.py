@@ -13,6 +13,7 @@ import paddle
 from mfload.dlpack import View
 from mfload.dtypes import DType
 from mfload.frameworks import base, paddle_adapter, private_api
+from mfload.trees.landing import Target
 from mfload.trees.modules import Module, New, overlapping, tied, unfit
 from mfload.trees.recipe import Leaf
 
@@ -72,6 +73,15 @@ class PaddleModule(Module):
             [(self._adapter.forms[dtype.name].type, shape)]
         )
         return self._new[number]
+
+    def target(self, number: int) -> Target | None:
+        """Of tensors on the host."""
+        tensor = self._new.get(number)
+        if tensor is None:
+            tensor = self.local(self.tensors[number])
+        if not tensor.place.is_cpu_place():
+            return None
+        return Target(tensor, tensor.data_ptr(), tuple(tensor.strides))
 
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
         """Copies on the host by NumPy, elsewhere by Paddle."""

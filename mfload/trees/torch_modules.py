@@ -17,6 +17,7 @@ from mfload.frameworks import base, private_api, torch_adapter, torch_memory
 from mfload.mesh import base as mesh_base
 from mfload.planning import selection
 from mfload.trees import torch_hooks
+from mfload.trees.landing import Target
 from mfload.trees.modules import Module, New, overlapping, stored, tied, unfit
 from mfload.trees.recipe import OPEN, Leaf
 
@@ -157,10 +158,20 @@ class TorchModule(Module):
     def memory(self, number: int) -> Any:
         return torch_memory.memory_of(self.local(self.tensors[number]))
 
+    def target(self, number: int) -> Target | None:
+        tensor = self._written(number)
+        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
+        if not plain or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+            return None
+        return Target(tensor, tensor.data_ptr(), tuple(tensor.stride()))
+
+    def _written(self, number: int) -> Any:
+        """What this process holds of a leaf, which may be what `empty` made."""
+        made = self._new.get(number)
+        return self.local(self.tensors[number]) if made is None else made
+
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
-        target = self._new.get(number)
-        if target is None:
-            target = self.local(self.tensors[number])
+        target = self._written(number)
         row = base.ROWS[_name(target)]
         first = (*start[:-1], start[-1] // row.elements) if row and start else start
         units = torch.from_numpy(array.view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))

@@ -53,21 +53,29 @@ class Transform(NamedTuple):
         """Whether it is one tensor as it lands."""
         return self == Transform((Branch(self.branches[0].shape),))
 
-    @property
-    def order(self) -> Shape | None:
-        """Which dim of one tensor each dim of the result is, before it gets other sizes.
+    def places(self, strides: Sequence[int]) -> list[tuple[int, Shape]] | None:
+        """Where each tensor goes in a result with so many elements between neighbours in its dims.
 
-        None for any other transform: what strides say of one tensor lands as it is wanted.
+        The first element, and the elements between neighbours in the tensor's dims, in the order of
+        the tensors. None if strides can't say it: then the result is made of what has landed.
         """
-        (shape, steps), *more = self.branches
-        if more or self.counts or self.scale is not None:
+        if self.scale is not None:
             return None
-        found = tuple(range(len(shape)))
-        for number, (kind, how) in enumerate(steps):
-            if kind == "transpose":
-                found = tuple(found[axis] for axis in how)
-            elif kind == "slice" or any(step[0] != "reshape" for step in steps[number:]):
+        inner = tuple(step for dim, step in enumerate(strides) if dim not in self.axes)
+        joined: list[tuple[int, Shape]] = []
+        start = 0
+        for branch in self.branches:
+            steps = _places_of_branch(branch, inner)
+            if steps is None:
                 return None
+            joined.append((start, steps))
+            if len(self.branches) > 1:
+                start += branch.shapes[-1][self.axis] * inner[self.axis]
+        outer = [strides[axis] for axis in self.axes]
+        found: list[tuple[int, Shape]] = []
+        for at in itertools.product(*map(range, self.counts)):
+            first = sum(number * step for number, step in zip(at, outer, strict=True))
+            found += [(first + start, steps) for start, steps in joined]
         return found
 
     @property
@@ -160,6 +168,32 @@ def _part_of_branch(branch: Branch, box: Box) -> tuple[Branch, Box]:
             steps.append((kind, shape_of(grown)))
             box = inner
     return Branch(shape_of(box), tuple(reversed(steps))), box
+
+
+def _places_of_branch(branch: Branch, strides: Shape) -> Shape | None:
+    """Elements between neighbours of a tensor in a result with these strides, if these say it."""
+    shapes = branch.shapes
+    for number in reversed(range(len(branch.steps))):
+        kind, how = branch.steps[number]
+        if kind == "slice":  # It needs more of the tensor than has a place.
+            return None
+        if kind == "transpose":
+            strides = tuple(step for _, step in sorted(zip(how, strides, strict=True)))
+            continue
+        found: Shape = ()
+        for left, right in _groups(shapes[number], shapes[number + 1]):
+            dims = zip(shapes[number + 1][right], strides[right], strict=True)
+            sizes = [(size, step) for size, step in dims if size > 1]
+            if any(a != size * step for (_, a), (size, step) in itertools.pairwise(sizes)):
+                return None
+            step = sizes[-1][1] if sizes else 1
+            steps: list[int] = []
+            for size in reversed(shapes[number][left]):
+                steps.append(step)
+                step *= size
+            found += tuple(reversed(steps))
+        strides = found
+    return strides
 
 
 def through_reshape(given: Shape, wanted: Shape, box: Box) -> tuple[Box, Box]:

@@ -62,3 +62,62 @@ def test_both_boxes_hold_the_same_elements(data: st.DataObject, total: int) -> N
 )
 def test_which_boxes(one: Shape, other: Shape, box: Box, inner: Box, grown: Box | None) -> None:
     assert transforms.through_reshape(one, other, box) == (inner, grown or box)
+
+
+@st.composite
+def _rules(draw: st.DrawFn) -> tuple[transforms.Transform, list[np.ndarray]]:
+    """Tensors that are split, ordered, reshaped, joined and stacked."""
+    width, counts = draw(st.integers(1, 3)), draw(st.sampled_from([(), (2,), (2, 3)]))
+    stored = draw(_shapes(draw(st.sampled_from([4, 6, 12, 24]))))
+    branch = transforms.Branch(stored)
+    for _ in range(draw(st.integers(0, 3))):
+        shape = branch.shapes[-1]
+        order = tuple(draw(st.permutations(range(len(shape)))))
+        other = draw(_shapes(math.prod(stored)))
+        step = draw(st.sampled_from([("transpose", order), ("reshape", other)]))
+        branch = transforms.Branch(stored, (*branch.steps, step))
+    rank = len(branch.shapes[-1])
+    axis = draw(st.integers(0, rank - 1)) if rank else 0
+    width = width if rank else 1
+    axes = tuple(draw(st.permutations(range(rank + len(counts))))[: len(counts)])
+    count = width * math.prod(counts)
+    arrays = [np.arange(math.prod(stored)).reshape(stored) + 100 * n for n in range(count)]
+    made = transforms.Transform((branch,) * width, axis if width > 1 else 0, counts, axes)
+    return made, arrays
+
+
+@settings(max_examples=400)
+@given(data=st.data(), rule=_rules())
+def test_each_tensor_of_a_box_has_its_place(
+    data: st.DataObject, rule: tuple[transforms.Transform, list[np.ndarray]]
+) -> None:
+    transform, arrays = rule
+    expected = transform.evaluate(arrays, np)
+    starts = [data.draw(st.integers(0, size - 1)) for size in expected.shape]
+    pairs = zip(starts, expected.shape, strict=True)
+    box = tuple((start, data.draw(st.integers(start + 1, size))) for start, size in pairs)
+    expected = expected[tuple(slice(*dim) for dim in box)]
+    some, reads = transform.part(box)
+    # In memory whose dims are in any order, with gaps.
+    order = data.draw(st.permutations(range(expected.ndim)))
+    memory = np.full([expected.shape[dim] + 1 for dim in order], -1)
+    inner = memory[tuple(slice(0, expected.shape[dim]) for dim in order)]
+    target = inner.transpose(np.argsort(order)) if order else inner
+    steps = tuple(stride // memory.itemsize for stride in target.strides)
+    places = some.places(steps)
+    if places is None:
+        assert any(kind != "transpose" for branch in some.branches for kind, _ in branch.steps)
+        return
+    flat = memory.reshape(-1)
+    for (number, read), (at, strides) in zip(reads, places, strict=True):
+        part = arrays[number][tuple(slice(*dim) for dim in read)]
+        spots = at + sum(
+            np.arange(size).reshape([-1 if n == dim else 1 for n in range(part.ndim)]) * step
+            for dim, (size, step) in enumerate(zip(part.shape, strides, strict=True))
+        )
+        flat[spots] = part
+    assert np.array_equal(target, expected)
+    if order == list(range(expected.ndim)) and not any(
+        kind == "slice" for branch in some.branches for kind, _ in branch.steps
+    ):
+        assert (memory == -1).sum() == memory.size - expected.size
