@@ -27,6 +27,8 @@ from mfload.formats.base import Checksum
 from mfload.formats.strict_json import brief
 from mfload.index import Index, Piece, TensorInfo
 from mfload.options import LoadOptions
+from mfload.planning import lots
+from mfload.planning.blocks import Lot
 from mfload.planning.request import Request
 from mfload.planning.slicing import intersection
 from mfload.report import Report
@@ -172,6 +174,11 @@ class Hasher:
                 self._streams.append(held)
         self._wanted = sum(len(info.pieces) for info in tensors) + len(crcs) + len(whole)
 
+    def take(self, lot: Lot, number: int, data: Any, stopped: Stopped) -> None:
+        """Takes the next bytes, as a place of lots (see `io.engine.Place`)."""
+        block = lot.blocks[number]
+        self.saw(block.source, block.offset, data, stopped)
+
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
         """Takes the next bytes."""
         stop = offset + data.size
@@ -286,9 +293,9 @@ class ManifestCheck:
         hasher, sources = Hasher(tensors), self._sources
         pieces = [piece for info in tensors for piece in info.pieces]
         stored = [piece for piece in pieces if piece.stored is None or piece.stored.inline is None]
-        rows = scanning.joined(stored, scanning.gap(sources), scanning.BLOCK)
-        blocks = [part for block, _ in rows for part in scanning.cut(block)]
-        scanning.scan(sources, blocks, hasher, options)
+        rows = lots.joined(stored, scanning.gap(sources), scanning.BLOCK)
+        blocks = (part for block, _ in rows for part in lots.cut(block, scanning.BLOCK))
+        scanning.scan(sources, list(map(lots.raw, blocks)), hasher, options)
         self.settle(hasher, None)
         with self._turn:
             self._verified |= dict.fromkeys((info.name for info in tensors), True)

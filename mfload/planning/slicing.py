@@ -217,6 +217,24 @@ def _slabs(box: Box, units: Sequence[int], nbytes: int, most: int) -> Iterator[B
         yield from _slabs(inner, units, nbytes * (stop - start) // length, most)
 
 
+def boxes_between(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+    """The boxes that make up a range of elements in C order, one after the other."""
+    if not shape:
+        yield from [()] * (stop - start)
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, inner = divmod(start, row)
+        end = stop // row * row
+        if inner or end <= start:
+            end = min(stop, (first + 1) * row)
+            for box in boxes_between(inner, end - first * row, shape[1:]):
+                yield ((first, first + 1), *box)
+        else:
+            yield ((first, end // row), *((0, length) for length in shape[1:]))
+        start = end
+
+
 def first_element(box: Box, inner: Box) -> int:
     """The number of the first element of a box inside another, in C order."""
     at = 0
