@@ -19,7 +19,7 @@ from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
 from mfload.index import Columns, Index, TensorInfo
 from mfload.loading.session import Loader
-from mfload.options import UNMATCHED, LoadOptions, Unmatched, started
+from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, started
 from mfload.planning import request as requesting
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, gc_paused
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from mfload.loading.stream import Stream
     from mfload.mesh.base import MeshBackend
     from mfload.mesh.load import Chosen
-    from mfload.options import Options
     from mfload.planning.selection import Dtypes, Names, Regex
     from mfload.progress import Progress
     from mfload.report import Report
@@ -838,7 +837,6 @@ def _together(
 ) -> tuple[Callable[[], Chosen], MeshBackend, Deadline]:
     """What a load on a mesh takes: checks and headers, which reach all processes; the backend."""
     from mfload.mesh import load as mesh_load
-    from mfload.options import Options
 
     valid = options if isinstance(options, Options) else Options()
     imported = [name for name in frameworks.ON_MESHES if name in sys.modules]
