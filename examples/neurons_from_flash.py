@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mfload
-from mfload.ondemand import NeuronCache, bundle, train_predictor
+from mfload.ondemand import NeuronCache, Predictor, bundle
 
 VOCABULARY, WIDTH, HEAD, NEURONS, LAYERS = 64, 128, 32, 2048, 2
 
@@ -126,8 +126,55 @@ size = bundled.stat().st_size
 # %% [markdown]
 # ## Predictors
 #
-# `train_predictor` takes inputs of a layer and which neurons fired. These are of texts of the same
-# kind; yours are of a run of your model over some texts.
+# Two matrices of low rank for each layer, trained on inputs of the layer and on which neurons
+# fired. The loss is logistic, and the neurons that fired weigh as much, all together, as those that
+# did not. What is held out decides the threshold: the highest that names a share `recall` of what
+# fired.
+
+# %%
+
+
+@jax.jit
+def train_predictor(values, means, squares, x, fired, weigh, rate):
+    def loss(values):
+        first, second, bias = values
+        scores = x @ first @ second + bias
+        return jnp.where(
+            fired, weigh * jax.nn.softplus(-scores), (1 - weigh) * jax.nn.softplus(scores)
+        ).mean()
+
+    found = jax.grad(loss)(values)
+    means = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, means, found)
+    squares = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, squares, found)
+    step = jax.tree.map(lambda m, s: rate * m / (jnp.sqrt(s) + 1e-8), means, squares)
+    return jax.tree.map(jnp.subtract, values, step), means, squares
+
+
+def predictor_of(x, fired, rank=64, epochs=8, batch=64, recall=0.99):
+    count, width = x.shape
+    order = random.permutation(count)
+    test, train = order[: count // 10], order[count // 10 :]
+    middle, scale = x[train].mean(0), x[train].std(0)  # Each input counts as much.
+    values = [normal(width, rank), np.zeros((rank, fired.shape[1]), np.float32)]
+    values.append(np.zeros(fired.shape[1], np.float32))
+    means, squares = (jax.tree.map(jnp.zeros_like, values) for _ in range(2))
+    weigh, steps = 1 - fired[train].mean(), epochs * (train.size // batch)
+    for step in range(steps):
+        some = random.choice(train, batch)
+        given = (x[some] - middle) / scale, fired[some], weigh, 3e-3 * (1 - step / steps)
+        values, means, squares = train_predictor(values, means, squares, *given)
+    first, second, bias = map(np.asarray, values)
+    first = first / scale[:, None]
+    bias = bias - middle @ first @ second
+    scores, fired = x[test] @ first @ second + bias, fired[test]
+    threshold = np.quantile(scores[fired], 1 - recall)
+    named = scores >= threshold
+    figures = np.array([named[fired].sum(), named.sum()]) / fired.sum()
+    return Predictor(first, second, bias, float(threshold), *map(float, figures))
+
+
+# %% [markdown]
+# The activations are of texts of the same kind; yours are of a run of your model over some texts.
 
 # %%
 model = dense = mfload.load(path, "numpy")
@@ -151,9 +198,7 @@ for text in texts_of(128):
 predictors = {}
 for layer, (x, fired) in seen.items():
     fired = np.concatenate(fired)
-    made = predictors[layer] = train_predictor(
-        np.concatenate(x), fired, rank=64, epochs=8, recall=0.99
-    )
+    made = predictors[layer] = predictor_of(np.concatenate(x), fired)
     print(
         f"layer {layer}: {fired.mean():.1%} fire, {made.recall:.1%} of them named, "
         f"{made.over_prediction:.1f} named for each"

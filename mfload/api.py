@@ -19,7 +19,7 @@ from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
 from mfload.index import Columns, Index
 from mfload.loading.session import Loader, verifying
-from mfload.options import UNMATCHED, LoadOptions, Unmatched, started
+from mfload.options import UNMATCHED, LoadOptions, Options, Unmatched, started
 from mfload.planning import request as requesting
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, gc_paused
@@ -1053,7 +1053,6 @@ def _mesh_call(
 ) -> MeshCall:
     """A load on a mesh, of which checks and headers reach all processes."""
     from mfload.mesh import load as mesh_load
-    from mfload.options import Options
 
     valid = options if isinstance(options, Options) else Options()
     imported = [name for name in frameworks.ON_MESHES if name in sys.modules]

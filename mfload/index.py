@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
@@ -288,8 +289,6 @@ class Index:
 
     def part(self, columns: Columns) -> Index:
         """The index of some of the tensors."""
-        from copy import copy  # Late: loads do without it.
-
         made = copy(self)
         made.tensors = made.names = Table(columns)
         made.columns = columns

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from mfload import errors
+from mfload import dtypes, errors
 from mfload.cli.output import print_json, print_table, tell, write
 from mfload.errors import counted, printable
 from mfload.formats import checkpoint
@@ -128,8 +128,6 @@ def _dtype_name(name: str, index: Index) -> str:
     # A dtype that mfload does not know can be asked for as the file spells it.
     if any(row.dtype.name == name for row in index.tensors.values()):
         return name
-    from mfload import dtypes
-
     return dtypes.resolve(name).name
 
 

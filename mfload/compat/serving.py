@@ -22,6 +22,17 @@ _SMALL = 1 << 20  # Bytes of a vector that is kept.
 _models: dict[str, str] = {}
 
 
+class Loader:
+    """What the loaders of all serving systems have."""
+
+    _weights: Weights
+
+    @property
+    def report(self) -> mfload.Report:
+        """What this process has read so far."""
+        return self._weights.report
+
+
 class Weights:
     """The weights that `model_loader_extra_config` says: `path`, and fields of `mfload.Options`.
 

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
-import mfload
 from mfload import errors
 from mfload.compat import serving
 
@@ -27,7 +26,7 @@ def loader() -> type[Any]:
     from sglang.srt.configs.load_config import LoadFormat
     from sglang.srt.model_loader import loader as loaders, weight_utils
 
-    class MfloadModelLoader(loaders.DefaultModelLoader):  # pyright: ignore[reportUntypedBaseClass]
+    class MfloadModelLoader(loaders.DefaultModelLoader, serving.Loader):  # pyright: ignore
         """Reads what the weight loaders of the model copy, and no more, on every rank.
 
         `model_loader_extra_config` takes `path`, where the weights lie for `mfload.load`, and the
@@ -42,11 +41,6 @@ def loader() -> type[Any]:
             # For SGLang these are safetensors files: it finds or downloads them.
             given = {"load_format": LoadFormat.SAFETENSORS, "model_loader_extra_config": {}}
             super().__init__(dataclasses.replace(load_config, **given))
-
-        @property
-        def report(self) -> mfload.Report:
-            """What this process has read so far."""
-            return self._weights.report
 
         def download_model(self, model_config: Any) -> None:
             """Downloads a model from the Hub; files elsewhere are read where they are."""

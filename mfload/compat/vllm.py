@@ -18,7 +18,6 @@ from vllm.model_executor.model_loader import register_model_loader, weight_utils
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.ep_weight_filter import should_skip_weight
 
-import mfload
 from mfload import errors
 from mfload.compat import serving
 
@@ -26,7 +25,7 @@ _log = logging.getLogger(__name__)
 _TRACK = "enable_weights_track"  # A setting of vLLM's default loader.
 
 
-class MfloadModelLoader(DefaultModelLoader):  # pyright: ignore[reportUntypedBaseClass]
+class MfloadModelLoader(DefaultModelLoader, serving.Loader):  # pyright: ignore
     """Reads what the weight loaders of the model copy, and no more, on every rank.
 
     `model_loader_extra_config` takes `path`, where the weights lie for `mfload.load`, and the
@@ -45,11 +44,6 @@ class MfloadModelLoader(DefaultModelLoader):  # pyright: ignore[reportUntypedBas
         # vLLM finds or downloads the files that it would take without mfload.
         given = {"load_format": "auto", "model_loader_extra_config": own}
         super().__init__(dataclasses.replace(load_config, **given))
-
-    @property
-    def report(self) -> mfload.Report:
-        """What this process has read so far."""
-        return self._weights.report
 
     def download_model(self, model_config: Any) -> None:
         """Downloads a model from the Hub; files elsewhere are read where they are."""

@@ -9,6 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -143,8 +144,6 @@ class ShardedIndex(Index):
         with suppress(errors.ShardNotFoundError):
             _ = self.tensors
             return self
-        from copy import copy
-
         whole = partial(_whole, copy(self.found), missing_ok=True, before=self._before)
         return self._bounded(lambda: whole().every)
 

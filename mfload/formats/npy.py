@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from mfload import dtypes, errors, sources
 from mfload.dtypes import DType
 from mfload.formats import hints
-from mfload.formats.base import Checksum
+from mfload.formats.base import Checksum, bad as _bad
 from mfload.formats.strict_json import brief
 from mfload.index import Piece, TensorInfo
 from mfload.sources.base import Source
@@ -365,9 +365,3 @@ def _parse(file: Source, name: str, raw: bytes) -> tuple[DType, tuple[int, ...],
 def _malformed(file: Source, name: str, text: str) -> errors.HeaderError:
     expected = "{'descr': …, 'fortran_order': …, 'shape': (…)}"
     return _bad(file, "malformed header of a NumPy array", name, expected, text[:200])
-
-
-def _bad(
-    file: Source, what: str, name: str | None = None, expected: object = None, found: object = None
-) -> errors.HeaderError:
-    return errors.HeaderError(what, file=file.name, tensor=name, expected=expected, found=found)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from mfload import errors, sources
 from mfload.formats import ocdbt, orbax_directories, strict_json, structure, zarr
+from mfload.formats.base import bad as _bad
 from mfload.formats.ocdbt import Value
 from mfload.formats.orbax_directories import (
     ARRAYS,
@@ -273,9 +274,3 @@ def _random_keys(item: str, names: Collection[str]) -> dict[str, str]:
             if isinstance(kind, str) and key in names:
                 found[key] = kind
     return found
-
-
-def _bad(
-    file: Source, what: str, name: str | None = None, expected: object = None, found: object = None
-) -> errors.HeaderError:
-    return errors.HeaderError(what, file=file.name, tensor=name, expected=expected, found=found)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from mfload import errors
+from mfload import errors, sources
 
 if TYPE_CHECKING:
     from mfload.formats.orbax_directories import Step
@@ -75,7 +75,6 @@ def _files(directory: str, names: Sequence[str], prefix: str | None) -> list[Ste
 
 
 def _is_msgpack(path: str) -> bool:
-    from mfload import sources
     from mfload.formats import msgpack
 
     with contextlib.suppress(errors.SourceError):

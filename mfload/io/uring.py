@@ -20,7 +20,6 @@ from mfload.runtime import Forked
 _SETUP, _ENTER = 425, 426  # The same numbers on every architecture.
 _READV, _GETEVENTS = 1, 1
 _SQES = 0x10000000
-_COMPLETIONS = 0x8000000
 _ONE_MAP = 1  # IORING_FEAT_SINGLE_MMAP: both rings lie in one map.
 _ALL = 0xFFFFFFFF
 

@@ -11,14 +11,15 @@ from mfload.frameworks import base
 from mfload.index import Box
 
 
-def dtype_of(array: Any) -> DType:
+def dtype_of(name: str, array: Any) -> DType:
     """The stored dtype of an array: of one that safetensors lacks, a wider one."""
     if array.is_deleted():
-        raise errors.UnsupportedArrayError("the array was deleted or donated")
+        raise errors.UnsupportedArrayError("the array was deleted or donated", tensor=name)
     row = base.row_of("jax", array.dtype.name)
     if row.elements > 1 and not array.is_fully_replicated:
         raise errors.UnsupportedArrayError(
             "elements that share a byte can't be saved in parts; replicate the array",
+            tensor=name,
             found=array.dtype.name,
         )
     return row.wide

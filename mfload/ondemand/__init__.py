@@ -13,12 +13,7 @@ if TYPE_CHECKING:
     from mfload.ondemand.experts import ExpertCache
     from mfload.ondemand.layers import LayerStream
     from mfload.ondemand.neurons import NeuronCache
-    from mfload.ondemand.predictor import (
-        Predictor,
-        load_predictors,
-        save_predictors,
-        train_predictor,
-    )
+    from mfload.ondemand.predictor import Predictor, load_predictors, save_predictors
     from mfload.ondemand.report import OndemandReport
 
 _NAMES = {
@@ -26,7 +21,7 @@ _NAMES = {
     "experts": "ExpertCache",
     "layers": "LayerStream",
     "neurons": "NeuronCache",
-    "predictor": "Predictor load_predictors save_predictors train_predictor",
+    "predictor": "Predictor load_predictors save_predictors",
     "report": "OndemandReport",
 }
 _WHERE = {
@@ -35,7 +30,7 @@ _WHERE = {
 
 __all__ = [
     "Bundled", "ExpertCache", "LayerStream", "NeuronCache", "OndemandReport", "Predictor",
-    "Unbundled", "bundle", "load_predictors", "save_predictors", "train_predictor", "unbundle",
+    "Unbundled", "bundle", "load_predictors", "save_predictors", "unbundle",
 ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,6 +90,15 @@ class Lease:
 
 def _address(arena: Bytes) -> int:
     return arena.__array_interface__["data"][0]
+
+
+def layer_in(layers: Mapping[int, Any], layer: Any, what: str) -> Any:
+    """What there is of a layer; raises UsageError if there is no such layer."""
+    number = whole(layer)
+    if number is None or number not in layers:
+        known = ", ".join(map(str, layers))
+        raise errors.UsageError(f"no such layer of {what}", expected=known, found=repr(layer))
+    return layers[number]
 
 
 def whole(given: Any) -> int | None:

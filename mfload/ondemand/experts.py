@@ -13,7 +13,7 @@ import numpy as np
 from mfload import errors
 from mfload.index import TensorInfo
 from mfload.ondemand import policies
-from mfload.ondemand.cache import Lease, numbers, whole
+from mfload.ondemand.cache import Lease, layer_in, numbers, whole
 from mfload.ondemand.pools import Pools
 from mfload.ondemand.store import Part, Store
 from mfload.options import byte_count
@@ -208,11 +208,8 @@ class ExpertCache(ClosedAtEnd):
 
     def _known(self, layer: int, experts: Iterable[int] | Numbers) -> tuple[int, Numbers, Numbers]:
         """The number of a layer, the keys of its experts, and the numbers of all that it has."""
-        known = whole(layer)
-        if known is None or known not in self._layers:
-            layers = ", ".join(map(str, self._layers))
-            raise errors.UsageError("no such layer of experts", expected=layers, found=repr(layer))
-        asked, (number, there) = numbers(experts, "expert"), self._layers[known]
+        number, there = layer_in(self._layers, layer, "experts")
+        asked = numbers(experts, "expert")
         keys = there.searchsorted(asked)
         wrong = asked[there.take(keys, mode="clip") != asked]
         if wrong.size:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -22,7 +21,8 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.io.gather import Reads
 from mfload.ondemand import bundles, policies
-from mfload.ondemand.cache import checked_wait, numbers, patience, whole
+from mfload.ondemand.cache import checked_wait, layer_in, numbers
+from mfload.ondemand.pools import Caches
 from mfload.ondemand.rows import RowCache
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.options import Options, byte_count
@@ -116,7 +116,7 @@ class Neurons(ClosedAtEnd):
         self._lease, self._made = None, {}
 
 
-class NeuronCache(ClosedAtEnd):
+class NeuronCache(Caches):
     """Neurons of the feed-forward layers of a model, read from bundles when they are about to fire.
 
         with mfload.ondemand.NeuronCache("bundled.safetensors", budget="4GiB") as cache:
@@ -301,30 +301,17 @@ class NeuronCache(ClosedAtEnd):
 
     def report(self) -> OndemandReport:
         """What it did so far; keys are neurons."""
-        made = self._store.report(self._budget)
-        for _, cache in self._layers.values():
-            made.add(cache.counts)
-        return made
+        return super().report()
 
     def close(self) -> None:
         """Closes the file, once the reads under way are over (see `ExpertCache.close`)."""
-        seconds = patience(self._store.timeout)
-        end = time.monotonic() + seconds
-        self._background.close(seconds)
-        for _, cache in self._layers.values():
-            cache.close(end)
-        self._store.close()
+        super().close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "_background"):
-            self._background.end()
+    def _caches(self) -> Iterable[RowCache]:
+        return (cache for _, cache in self._layers.values())
 
     def _known(self, layer: int) -> tuple[Part, RowCache]:
-        number = whole(layer)
-        if number is None or number not in self._layers:
-            layers = ", ".join(map(str, self._layers))
-            raise errors.UsageError("no such layer of neurons", expected=layers, found=repr(layer))
-        return self._layers[number]
+        return layer_in(self._layers, layer, "neurons")
 
 
 def _layers(store: Store) -> dict[int, Part]:

@@ -16,6 +16,7 @@ from mfload.ondemand.store import Part, Slots, Store
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
+    from mfload.ondemand.background import Background
     from mfload.ondemand.cache import Lease, Numbers
     from mfload.ondemand.policies import Lru
     from mfload.ondemand.report import OndemandReport
@@ -28,7 +29,38 @@ class Pool(NamedTuple):
     cache: SlotCache
 
 
-class Pools(ClosedAtEnd):
+class Caches(ClosedAtEnd):
+    """Caches over one store within a budget, and the thread that reads ahead for them."""
+
+    _store: Store
+    _budget: int
+    _background: Background
+
+    def _caches(self) -> Iterable[SlotCache]:
+        raise NotImplementedError
+
+    def report(self) -> OndemandReport:
+        """What all of the caches did so far."""
+        made = self._store.report(self._budget)
+        for each in self._caches():
+            made.add(each.counts)
+        return made
+
+    def close(self) -> None:
+        """Closes the caches, once the reads under way are over, or after 5 seconds."""
+        seconds = patience(self._store.timeout)
+        end = time.monotonic() + seconds
+        self._background.close(seconds)
+        for each in self._caches():
+            each.close(end)
+        self._store.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_background"):
+            self._background.end()
+
+
+class Pools(Caches):
     """Caches for sets of keys, such as the experts of each layer.
 
     All slots are allocated here. The sizes get slots in proportion to the keys that they have.
@@ -147,25 +179,8 @@ class Pools(ClosedAtEnd):
         for cache, keys in asked.items():
             cache.prefetch(np.concatenate(keys), patient=patient)
 
-    def report(self) -> OndemandReport:
-        """What all of the caches did so far."""
-        made = self._store.report(self._budget)
-        for each in self._pools:
-            made.add(each.cache.counts)
-        return made
-
-    def close(self) -> None:
-        """Closes the caches, once the reads under way are over, or after 5 seconds."""
-        seconds = patience(self._store.timeout)
-        end = time.monotonic() + seconds
-        self._background.close(seconds)
-        for each in self._pools:
-            each.cache.close(end)
-        self._store.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_background"):
-            self._background.end()
+    def _caches(self) -> Iterable[SlotCache]:
+        return (each.cache for each in self._pools)
 
     def _too_small(self, count: int, least: int) -> errors.MemoryLimitError:
         return errors.MemoryLimitError(

@@ -1,7 +1,7 @@
 """Which neurons of a layer are about to fire, told from its input by two small matrices.
 
-As "LLM in a flash" (Alizadeh et al., 2024) has it: a matrix of low rank for each layer, trained
-with a loss in which the few neurons that fire weigh as much as the many that do not.
+As "LLM in a flash" (Alizadeh et al., 2024) has it: a matrix of low rank for each layer.
+`examples/neurons_from_flash.py` trains them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from mfload.saving.save import Saved
     from mfload.sources import PathOrBytes
 
-    Floats = NDArray[np.float32]
-
-_MOST = 1 << 22  # Scores that are held at once.
 _FIELDS = ("first", "second", "bias")
 _FIGURES = ("threshold", "recall", "over_prediction")
 _NAME = re.compile(rf"layers\.(\d{{1,9}})\.({'|'.join((*_FIELDS, 'figures'))})")
@@ -94,68 +91,6 @@ class Predictor:
         return named
 
 
-def train_predictor(
-    x: Any,
-    fired: Any,
-    rank: int = 128,
-    *,
-    recall: float = 0.95,
-    epochs: int = 10,
-    batch: int = 64,
-    rate: float = 3e-3,
-    held_out: float = 0.1,
-    seed: int = 0,
-) -> Predictor:
-    """Trains a predictor on activations of a layer; equal arguments give an equal one.
-
-    The loss is logistic. The neurons that fired weigh as much, all together, as those that did not.
-    It is minimised by Adam on mini-batches. What is held out decides the threshold.
-
-    Args:
-        x: Inputs of the layer for n tokens, float[n, width].
-        fired: Which neurons fired, bool[n, neurons].
-        rank: Of the two matrices; a few percent of the width.
-        recall: Share of the neurons that fire that it is to name, in what is held out.
-        epochs: How often it goes through the tokens.
-        batch: Tokens a step.
-        rate: Adam's, at the start; it falls to 0.
-        held_out: Share of the tokens that is not trained on.
-        seed: Of the random numbers.
-
-    Raises:
-        UsageError: An argument is invalid, or shapes do not fit.
-    """
-    inputs, labels = _checked(x, fired)
-    (count, width), neurons = inputs.shape, labels.shape[1]
-    for name, value in (("rank", rank), ("epochs", epochs), ("batch", batch)):
-        byte_count(name, value, 1)
-    for name, share in (("recall", recall), ("held_out", held_out)):
-        errors.number(name, share, "more than 0 and less than 1", lambda each: 0 < each < 1)
-    rate = errors.number("rate", rate, "more than 0, and finite", lambda each: 0 < each < np.inf)
-    random = np.random.default_rng(seed)
-    order = random.permutation(count)
-    kept = min(count - 1, max(1, round(count * held_out)))
-    test, train = order[:kept], order[kept:]
-    # In units of its own, each input counts as much; the matrices take them as they come.
-    middle, scale = inputs[train].mean(0), inputs[train].std(0)
-    scale = np.where(scale > 0, scale, 1).astype(np.float32)
-    first = random.standard_normal((width, rank), np.float32) / np.float32(np.sqrt(width))
-    values = [first, np.zeros((rank, neurons), np.float32), np.zeros(neurons, np.float32)]
-    share = labels[train].mean()
-    weigh = np.float32(0.5 / max(share, 1e-9)), np.float32(0.5 / max(1 - share, 1e-9))
-    adam = _Adam(values, rate, epochs * -(-train.size // batch))
-    for _ in range(epochs):
-        random.shuffle(train)
-        for start in range(0, train.size, batch):
-            some = train[start : start + batch]
-            adam.step(_gradients((inputs[some] - middle) / scale, labels[some], values, weigh))
-    first = values[0] / scale[:, None]
-    bias = values[2] - middle @ first @ values[1]
-    made = Predictor(first, values[1], bias, np.inf, 1.0, 0.0)
-    measured = test if labels[test].any() else order
-    return _measured(made, inputs[measured], labels[measured], recall)
-
-
 def save_predictors(
     predictors: Mapping[int, Predictor], path: str | os.PathLike[str], *, overwrite: bool = False
 ) -> Saved:
@@ -199,68 +134,3 @@ def load_predictors(path: PathOrBytes) -> dict[int, Predictor]:
         figures = dict(zip(_FIGURES, parts["figures"].tolist(), strict=True))
         made[layer] = Predictor(**{name: parts[name] for name in _FIELDS}, **figures)
     return made
-
-
-def _checked(x: Any, fired: Any) -> tuple[Floats, NDArray[np.bool_]]:
-    inputs, labels = np.asarray(x), np.asarray(fired)
-    shapes = inputs.ndim == labels.ndim == 2 and len(inputs) == len(labels) > 1
-    if not shapes or 0 in (*inputs.shape, *labels.shape) or labels.dtype != np.bool_:
-        raise errors.UsageError(
-            "activations to train on",
-            expected="x float[n, width] and fired bool[n, neurons], of two tokens or more",
-            found=f"{inputs.dtype}{list(inputs.shape)} and {labels.dtype}{list(labels.shape)}",
-        )
-    inputs = inputs.astype(np.float32, copy=False)
-    if not np.isfinite(inputs).all():
-        raise errors.UsageError("x has NaN or infinity", expected="finite numbers")
-    return inputs, labels
-
-
-def _gradients(
-    x: Floats, labels: NDArray[np.bool_], values: list[Floats], weigh: tuple[Any, Any]
-) -> list[Floats]:
-    """Of the mean loss of some tokens, for each of the values."""
-    first, second, bias = values
-    inner = x @ first
-    scores = inner @ second
-    scores += bias
-    # d/dz of log(1 + exp(-z)) for those that fired, of log(1 + exp(z)) for the others.
-    np.tanh(scores / 2, out=scores)
-    error = np.where(labels, weigh[0] * (scores - 1), weigh[1] * (scores + 1))
-    error *= np.float32(0.5 / len(x))
-    return [x.T @ (error @ second.T), inner.T @ error, error.sum(0)]
-
-
-class _Adam:
-    """Adam (Kingma and Ba, 2015), with a rate that falls to 0 evenly; changes values in place."""
-
-    def __init__(self, values: list[Floats], rate: float, steps: int) -> None:
-        self._values, self._rate, self._steps, self._done = values, rate, steps, 0
-        self._means = [np.zeros_like(each) for each in values]
-        self._squares = [np.zeros_like(each) for each in values]
-
-    def step(self, gradients: list[Floats]) -> None:
-        self._done += 1
-        rate = self._rate * (1 - (self._done - 1) / self._steps)
-        first, second = (np.float32(1 - decay**self._done) for decay in (0.9, 0.999))
-        for value, mean, square, gradient in zip(
-            self._values, self._means, self._squares, gradients, strict=True
-        ):
-            mean += np.float32(0.1) * (gradient - mean)
-            square += np.float32(0.001) * (gradient * gradient - square)
-            value -= np.float32(rate) * (mean / first) / (np.sqrt(square / second) + 1e-8)
-
-
-def _measured(made: Predictor, x: Floats, fired: NDArray[np.bool_], recall: float) -> Predictor:
-    """The predictor with the highest threshold that names a share `recall` of what fired."""
-    rows = max(1, _MOST // fired.shape[1])
-    parts = [slice(start, start + rows) for start in range(0, len(x), rows)]
-    hits = [made.scores(x[part])[fired[part]] for part in parts]
-    scores = np.sort(np.concatenate(hits))
-    if not scores.size:
-        return made
-    threshold = float(scores[int(scores.size * (1 - recall))])
-    named = sum(np.count_nonzero(made.scores(x[part]) >= threshold) for part in parts)
-    found = np.count_nonzero(scores >= threshold)
-    figures = threshold, found / scores.size, named / scores.size
-    return Predictor(made.first, made.second, made.bias, *map(float, figures))

@@ -122,11 +122,7 @@ def _of_jax(name: str, array: Any) -> Iterator[_Part]:
         return
     if len(array.sharding.device_set) == 1:
         return
-    try:
-        row = jax_pieces.dtype_of(array)
-    except errors.UnsupportedArrayError as error:
-        error.tensor = name
-        raise
+    row = jax_pieces.dtype_of(name, array)
     spec, mesh = (getattr(array.sharding, each, None) for each in ("spec", "mesh"))
     text = str(array.sharding) if spec is None else f"{spec} on {dict(getattr(mesh, 'shape', {}))}"
     for shard in array.addressable_shards:

@@ -18,12 +18,13 @@ from mfload.peer.planner import ID, RETRY, Registry, SeedRecord, Ticket
 from mfload.peer.security import Tls
 from mfload.peer.server import Reply, Request, Server, text
 from mfload.runtime import start
+from mfload.sources.base import ClosedAtEnd
 
 _LOOKS = 3
 _PROBED = 64 << 10  # Bytes of the small real read that shows that a seed is well.
 
 
-class PlannerServer:
+class PlannerServer(ClosedAtEnd):
     """A planner that listens at an address, until it is closed. A context manager.
 
     The arguments are those of `mfload.publish`; the token and the certificates are the seeds', too.
@@ -46,12 +47,6 @@ class PlannerServer:
         self._ended.set()
         self._wake.set()
         self._server.close()
-
-    def __enter__(self) -> PlannerServer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _look(self) -> None:
         while not self._ended.is_set():

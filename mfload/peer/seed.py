@@ -14,7 +14,7 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from mfload import errors
 from mfload.dtypes import DType
@@ -33,6 +33,7 @@ from mfload.peer.server import Reply, Request, Server, text
 from mfload.peer_options import PeerOptions
 from mfload.report import human
 from mfload.runtime import Forked
+from mfload.sources.base import ClosedAtEnd
 from mfload.trees import outline
 
 MAX_READERS = 3
@@ -113,7 +114,7 @@ class _Version:
         self.data, self.offers = Data(), {}
 
 
-class Seed:
+class Seed(ClosedAtEnd):
     """Arrays that other processes load; made by `mfload.publish`. A context manager.
 
     The arrays are held: to delete or donate them elsewhere takes nothing away. Bytes that are
@@ -226,12 +227,6 @@ class Seed:
         if self._server is not None:
             self._server.close()
         self._version.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         size = human(self.manifest.size)

@@ -21,7 +21,7 @@ from mfload.formats import discovery
 from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft, fsync
 from mfload.saving.manifests import SUFFIX
-from mfload.saving.targets import Location
+from mfload.saving.targets import Location, mode_at
 from mfload.sources.local import is_cached
 
 _MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
@@ -37,12 +37,8 @@ def check_target(path: str, *, overwrite: bool) -> None:
             file=path,
             expected="another name, such as model.checksums.json",
         )
-    try:
-        mode = os.lstat(path).st_mode
-    except FileNotFoundError:
+    if (mode := mode_at(path, "the manifest")) is None:
         return
-    except OSError as error:
-        raise errors.from_target(error, path, "look at the manifest") from error
     replaced = overwrite and (stat.S_ISREG(mode) or is_cached(path)) and is_manifest(path)
     # It may have been removed meanwhile, by another writer.
     if not replaced and os.path.lexists(path):

@@ -109,13 +109,8 @@ class Location:
         links: list[str] = []
         for name in names:
             path = self.at(name)
-            try:
-                mode = os.lstat(path).st_mode
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise errors.from_target(error, path, "look at the target") from error
-            if stat.S_ISREG(mode):
+            mode = mode_at(path, "the target")
+            if mode is None or stat.S_ISREG(mode):
                 continue
             if not stat.S_ISLNK(mode):
                 raise errors.TargetError(
@@ -133,6 +128,16 @@ class Location:
                 )
             links.append(name)
         return links
+
+
+def mode_at(path: str, what: str) -> int | None:
+    """The mode of what has a name, not following links; None if nothing has it."""
+    try:
+        return os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise errors.from_target(error, path, f"look at {what}") from error
 
 
 def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:

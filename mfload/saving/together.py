@@ -188,11 +188,7 @@ def _digest(data: Any) -> str:
 def _global(name: str, array: Any) -> TensorToSave:
     from mfload.mesh import jax_pieces
 
-    try:
-        row = jax_pieces.dtype_of(array)
-    except errors.UnsupportedArrayError as error:
-        error.tensor = name
-        raise
+    row = jax_pieces.dtype_of(name, array)
     nbytes = row.size_of(array.shape) or 0
     given = NARROW.get(array.dtype.name)
     return TensorToSave(name, row, array.shape, nbytes, None, lambda: None, given=given)
