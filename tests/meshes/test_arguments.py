@@ -36,11 +36,9 @@ def _module() -> Any:
 
 def _into_module(path: Any, **given: Any) -> dict[str, Any]:
     mapping = {r"(layers\.\d+)\.w": r"\1.weight"}
-    made = mfload.load_into(_module(), path, mapping=mapping, **given)
-    return {
-        name.removesuffix("eight"): each.detach().numpy()
-        for name, each in made.state_dict().items()
-    }
+    made: Any = mfload.load_into(_module(), path, mapping=mapping, **given)
+    state = made.state_dict()
+    return {name.removesuffix("eight"): each.numpy() for name, each in state.items()}
 
 
 def _transposed(path: Any, **given: Any) -> dict[str, Any]:
@@ -239,7 +237,7 @@ def test_a_stream_goes_on_with_its_fallback(
     count = int(report.notes[0].partition(" failed after ")[2].split()[0])
     assert 1 <= count <= 3
     assert report.tensors == len(BIG)
-    del tensor
+    tensor = None
     assert mfload.live_bytes() == 0
 
 
