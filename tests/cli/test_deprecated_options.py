@@ -39,6 +39,6 @@ def test_an_old_option_works_and_warns(name: str, run: Run, tmp_path: Path) -> N
     assert path.with_name("x.safetensors.checksums.json").exists()
     again = run(
         "verify", path, *(["--overwrite"] if "write" in new else []), *new.replace(",", "").split()
-    )  # noqa: E501
+    )
     assert again.code == 0
     assert "deprecated" not in again.err
