@@ -290,7 +290,7 @@ def load(
     index, sources, requests = _choose(path, names, dtype, how)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
-    how = verifying(verify, how, index, sources, (request.info for request in requests))
+    how = verifying(verify, how, index, sources, lambda: requests)
     loader = Loader(index, sources, adapter, how)
     if report is not None:
         report.add_stage("headers", start, read)
@@ -529,7 +529,7 @@ def _stream(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how, order)
-    how = verifying(verify, how, index, sources, (request.info for request in requests))
+    how = verifying(verify, how, index, sources, lambda: requests)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
     if report is not None:
@@ -1082,8 +1082,8 @@ def _together(
         _check(framework, device, mesh, shardings, shard, unmatched)
         chosen = _choose(path, names, dtype, how, order)
         index, sources, requests = chosen
-        infos = (request.info for request in requests)
-        return mesh_load.Chosen(*chosen, verifying(verify, how, index, sources, infos))
+        how = verifying(verify, how, index, sources, lambda: requests)
+        return mesh_load.Chosen(*chosen, how)
 
     return choose, mesh_load.backend(name, device, shard, valid.exchange), deadline
 

@@ -147,10 +147,10 @@ def in_turns(rows: Iterable[list[Block]], options: LoadOptions) -> list[Block]:
     return found
 
 
-def cut(part: Block) -> list[Block]:
-    """A range cut at offsets that are multiples of the block size."""
+def cut(part: Block, size: int = BLOCK) -> list[Block]:
+    """A range cut at offsets that are multiples of the size of a block."""
     end = part.offset + part.nbytes
-    inner = range((part.offset // BLOCK + 1) * BLOCK, end, BLOCK)
+    inner = range((part.offset // size + 1) * size, end, size)
     edges = [part.offset, *inner, end] if part.nbytes else []
     return [Block(part.source, a, b - a, ()) for a, b in itertools.pairwise(edges)]
 

@@ -340,3 +340,29 @@ def test_plan_and_abstract_take_a_fallback(path: Path, tmp_path: Path) -> None:
     assert mfload.plan(tmp_path / "none", fallback=path).read_bytes > 0
     pytest.importorskip("jax")
     assert len(mfload.abstract(tmp_path / "none", fallback=path)) == 6
+
+
+def test_a_run_of_a_lazy_tensor_is_compared_as_the_tensor(
+    path: Path, manifest: Path, damaged: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    target = torch.zeros(10, 64)
+    for name, tensor in mfload.stream(path, "torch", lazy=True, verify=manifest):
+        target.copy_(tensor[20:30])
+        assert (target.numpy() == MODEL[name][20:30]).all()
+    with mfload.stream(damaged, "torch", lazy=True, verify=manifest) as stream:
+        tensors = dict(stream)
+        target.copy_(tensors["layers.3.w"][:10])
+        with pytest.raises(errors.ChecksumError, match=r"layers\.4\.w"):
+            target.copy_(tensors["layers.4.w"][:10])
+
+
+def test_parts_are_compared_within_the_memory_limit(two: tuple[Path, Path]) -> None:
+    mfload.verify(two[0], mode="write")
+    options = mfload.Options(max_host_overhead=1 << 20, threads=2)
+    manifest = f"{two[0]}.checksums.json"
+    report = mfload.Report()
+    with mfload.open(two[0], verify=manifest, report=report, options=options) as opened:
+        assert (opened.get_slice("t3")[7:9] == 3).all()
+        assert (opened.get_slice("t3")[70:90] == 3).all()
+    assert report.notes == ("1 tensor verified against the manifest",)
