@@ -278,7 +278,7 @@ def load(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how)
-    how = verifying(verify, how, index, sources, (request.info for request in requests))
+    how = verifying(verify, how, index, sources, lambda: requests)
     requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
@@ -519,7 +519,7 @@ def _stream(
     discovery.check_path(path)
     _check(framework, device, mesh, shardings, shard, unmatched)
     index, sources, requests = _choose(path, names, dtype, how, order)
-    how = verifying(verify, how, index, sources, (request.info for request in requests))
+    how = verifying(verify, how, index, sources, lambda: requests)
     requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
     read = time.perf_counter()
     adapter = frameworks.get(framework, device, index.names)
@@ -1075,8 +1075,8 @@ def _mesh_call(
         _check(framework, device, mesh, shardings, shard, unmatched)
         chosen = _choose(path, names, dtype, how, order)
         index, sources, requests = chosen
-        infos = (request.info for request in requests)
-        return mesh_load.Chosen(*chosen, verifying(verify, how, index, sources, infos))
+        how = verifying(verify, how, index, sources, lambda: requests)
+        return mesh_load.Chosen(*chosen, how)
 
     backend = mesh_load.backend(name, device, shard)
     asked = mesh_load.MeshArguments(mesh, shardings, unmatched)

@@ -98,7 +98,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "two by position": (lambda: mfload.load("m", "np", 0, "q"), "such as device=0, names='q' ["),
     "twice": (lambda: mfload.load("m", "np", path="m"), "path twice, by position and by name"),
     "several": (lambda: mfload.load("m", x=1, y=2), "of mfload.load() are wrong"),
-    "open": (lambda: mfload.open("m", names="q"), "an argument of mfload.abstract(), mfload."),
+    "open": (lambda: mfload.open("m", dtype="f4"), "an argument of mfload.abstract(), mfload."),
     "into": (lambda: mfload.load_into({}, "m", framework="jax"), "of mfload.load(), mfload."),
     "model": (lambda: mfload.load_into(model={}, path="m"), "did you mean target=?"),
     "save": (lambda: mfload.save({}, filename="m"), "did you mean path=?"),

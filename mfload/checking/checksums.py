@@ -39,6 +39,7 @@ from mfload.sources.base import Source
 _PART = 256 << 10  # Bytes that are inflated at once, and made at once.
 # How often a thread that waits for its turn looks whether the load was given up, in seconds.
 _TICK = 0.05
+_PAGE = 4096
 _MOST_BOXES = 64  # Of a tensor, among which two that overlap are sought.
 
 Stopped = Callable[[], bool]
@@ -293,8 +294,12 @@ class ManifestCheck:
         hasher, sources = Hasher(tensors), self._sources
         pieces = [piece for info in tensors for piece in info.pieces]
         stored = [piece for piece in pieces if piece.stored is None or piece.stored.inline is None]
-        rows = lots.joined(stored, scanning.gap(sources), scanning.BLOCK)
-        blocks = (part for block, _ in rows for part in lots.cut(block, scanning.BLOCK))
+        size, limit = scanning.BLOCK, options.max_host_overhead
+        if limit is not None:  # Two blocks for each thread, as `scanning.readers` counts.
+            most = limit // (2 * (options.threads or 1)) // _PAGE * _PAGE
+            size = max(_PAGE, min(size, most))
+        rows = lots.joined(stored, scanning.gap(sources), size)
+        blocks = (part for block, _ in rows for part in lots.cut(block, size))
         scanning.scan(sources, list(map(lots.raw, blocks)), hasher, options)
         self.settle(hasher, None)
         with self._turn:

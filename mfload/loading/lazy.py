@@ -126,6 +126,11 @@ class _Reader:
         for source in sources:
             source.keep(True)
 
+    @property
+    def compares(self) -> bool:
+        """Whether tensors are compared with a manifest."""
+        return self._check is not None
+
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
         return self._opened().files[info.pieces[0].source]

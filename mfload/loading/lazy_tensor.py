@@ -91,7 +91,8 @@ class LazyTensor:
         """
         info, dtype, selection, *_ = request = self._request
         whole = selection is None and info.simple and dtype is info.dtype
-        if not whole or dtype.elements > 1 or self._packed:
+        # What is compared with a manifest is read as the tensor that this has.
+        if not whole or dtype.elements > 1 or self._packed or self._opened.compares:
             return None
         at, size = info.pieces[0], dtype.nbytes
         piece = Piece(at.source, at.offset + first * size, math.prod(shape) * size)

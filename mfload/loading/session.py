@@ -19,7 +19,7 @@ import numpy as np
 from mfload import dtypes, errors
 from mfload.dlpack import View, Views
 from mfload.frameworks.base import Adapter, Lent
-from mfload.index import Index, TensorInfo
+from mfload.index import Index
 from mfload.io import buffers, route as routing
 from mfload.io.engine import Observer
 from mfload.loading import allocate, execute
@@ -863,17 +863,17 @@ def verifying(
     options: LoadOptions,
     index: Index,
     sources: Sequence[Source],
-    tensors: Iterable[TensorInfo] = (),
+    requests: Callable[[], Iterable[Request]] = tuple,
 ) -> LoadOptions:
     """The options with a check against a manifest, or its path, unless `verify` is None.
 
-    What is wrong with the headers of tensors that are to be read is raised at once.
+    What is wrong with the headers of the requests is raised at once.
     """
     if verify is None:
         return options
     module = importlib.import_module("mfload.checking.checksums")  # It is above.
     check = module.ManifestCheck(verify, index, sources, options.deadline)
-    check.expect([*tensors])
+    check.expect([request.info for request in requests()])
     return options.replace(check=check)
 
 

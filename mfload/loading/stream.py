@@ -303,7 +303,7 @@ def continued(
             yield from held[0]
 
     def end(may_wait: bool) -> None:
-        if may_wait:
+        if may_wait and held:
             held[0].close()
         held.clear()
 

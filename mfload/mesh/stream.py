@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -97,9 +98,14 @@ def stream(call: MeshCall, progress: Progress) -> Stream[Any]:
     backend, asked, choose, deadline, report = call
     ranks = backend.processes(asked)
     with mesh_load.together(backend, ranks, deadline) as group:
+        start = time.perf_counter()
         with gc_paused():
             chosen = choose()
+            read = time.perf_counter()
             job = MeshLoad(backend, chosen, asked)
+        if report is not None:
+            report.add_stage("headers", start, read)
+            report.add_stage("shardings", read, time.perf_counter())
         if group is not None:
             given = job.stored, chosen.sources, chosen.options
             mesh_load.agree_on_inputs(group, *given, job.arguments())

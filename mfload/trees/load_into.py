@@ -131,7 +131,7 @@ def _values(
         _tell_what_stays(leaves, found.recipes, notes)
         numbers = state.numbers(found.recipes)
         chosen = jax_shardings.resolve(leaves, found.recipes, *placed)
-        how = verifying(asked.verify, how, index, sources, found.tensors())
+        how = verifying(asked.verify, how, index, sources, found.requests)
         mesh_load.check_whole(how, done.processes)
         pairs = zip(found.recipes.values(), chosen, strict=True)
         goals = [new_row(assemble.Goal, (recipe, *place)) for recipe, place in pairs]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from mfload import dtypes, errors
 from mfload.index import Index, TensorInfo
 from mfload.planning import selection
+from mfload.planning.request import Request
 from mfload.planning.selection import Names
 from mfload.progress import Progress
 from mfload.report import Report
@@ -39,10 +40,10 @@ class Matched(NamedTuple):
     ties: tuple[tuple[Recipe, Recipe], ...] = ()  # What `ties.warn` compares.
     stray: tuple[str, ...] = ()  # Names of the target's that it has no place for.
 
-    def tensors(self) -> Collection[TensorInfo]:
-        """What the leaves are made of, each once."""
+    def requests(self) -> list[Request]:
+        """The tensors that the leaves are made of, each once."""
         each = itertools.chain.from_iterable(recipe.tensors for recipe in self.recipes.values())
-        return {info.name: info for info in each}.values()
+        return [Request(info, info.dtype) for info in {info.name: info for info in each}.values()]
 
 
 class Wishes(NamedTuple):

@@ -388,7 +388,7 @@ class _Filling:
             picked=matching.picked(index, asked.names),
             judged=self._module.judged,
         )
-        options = session.verifying(asked.verify, options, index, sources, found.tensors())
+        options = session.verifying(asked.verify, options, index, sources, found.requests)
         self._loader.options = options
         if self._group is not None:
             recipes = found.recipes.values()

@@ -194,7 +194,7 @@ def test_it_survives_a_pickle(path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert again.keys() == opened.keys()
     assert again.metadata() == opened.metadata()
     samples.assert_same(again.get_tensors(), MODEL)
-    assert again._arguments == opened._arguments
+    assert again._asked == opened._asked
     assert repr(again) == repr(opened)
 
 
