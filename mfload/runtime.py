@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from queue import SimpleQueue
     from typing import NamedTuple as NamedTuple
 else:
-    _like = collections.namedtuple("_like", "a b c d e f g h")
+    _like = collections.namedtuple("_like", "a b c d e f g h i j k l m n")
     _GETTERS = [vars(_like)[name] for name in _like._fields]
 
     @functools.cache

@@ -291,7 +291,7 @@ def _load(sources: Sequence[Source], request: Request, options: LoadOptions) -> 
     plan = make_plan([request], alignment=1, costs=costs)
     memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
     route = choose_route(sources, total_sizes(info.pieces), options)
-    execute.run(plan, memory, sources, route, threads=threads, deadline=options.deadline)
+    execute.Transfer(plan, memory, sources, route, threads, options.deadline).run()
     _, buffer, at = plan.places[0]
     return memory[buffer][at : at + request.nbytes]
 

@@ -53,16 +53,10 @@ def scan(
     direct = any(leg.direct for leg in route.values())
     concurrency = sources[0].costs.concurrency if sources else None
     usual = execute.reader_threads(direct, concurrency=concurrency)
-    notes, _ = execute.run(
-        Plan((), (), tuple(blocks), largest),
-        [],
-        sources,
-        route,
-        threads=readers(options, min(largest, SHOWN), usual),
-        deadline=options.deadline,
-        advance=advance,
-        observer=observer,
-    )
+    threads = readers(options, min(largest, SHOWN), usual)
+    plan = Plan((), (), tuple(blocks), largest)
+    given = plan, [], sources, route, threads, options.deadline, advance, observer
+    notes, _ = execute.Transfer(*given).run()
     check_unchanged(sources, sizes, options)
     return notes
 

@@ -6,6 +6,7 @@ at the machine; what depends on those (engine, page cache) is the route.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
@@ -19,7 +20,7 @@ from mfload.planning.reads import NoReads, Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
 from mfload.runtime import NamedTuple
 
-_NBYTES = attrgetter("nbytes")
+_NBYTES, _NEAR = map(attrgetter, ("nbytes", "near"))
 _PLACE = itemgetter(0, 1)  # Source and first byte.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 
@@ -185,7 +186,7 @@ def make_plan(
     reads = (Reads if cut else NoReads)(costs or Costs())
     if isinstance(requests, WholeTensors) and requests and given is None:
         return _in_columns(requests, alignment, layout, reads, tuple(allocations))
-    near = {number for number, each in enumerate(allocations) if each.near}
+    near = set(itertools.compress(itertools.count(), map(_NEAR, allocations)))
     rows = _Rows(requests, allocations, given, layout, reads, near, mapped=bool(mapped))
     tensors: dict[tuple[int, int, str], list[int]] = {}
     last, numbers = None, list[int]()
@@ -272,12 +273,10 @@ class _Rows:
         if self._given is not None:
             spots = [self._given[number] for number in numbers]
         elif not spots:
-            each = zip(numbers, wanted, lengths, offsets, strict=True)
-            where = self._allocations
-            spots = [
-                self._layout.place(request, nbytes, offset, where[number] if where else HOST)
-                for number, request, nbytes, offset in each
-            ]
+            where = [HOST] * len(numbers)
+            if self._allocations:
+                where = list(map(self._allocations.__getitem__, numbers))
+            spots = list(map(self._layout.place, wanted, lengths, offsets, where))
         for number, request, (buffer, at) in zip(numbers, wanted, spots, strict=True):
             self.places[number] = _new(Place, (request, buffer, at))
         return list(spots)
