@@ -235,8 +235,14 @@ class _Rows:
         plain = selection is None and dtype is info.dtype
         plain = plain and stored is None and len(info.pieces) == len(wanted) == 1
         if plain:
-            ((buffer, at),) = self._place(wanted, numbers, (nbytes,), (start,))
-            if nbytes and numbers[0] not in self._near and self._is_read(buffer):
+            number, request = numbers[0], wanted[0]
+            if self._given is not None:
+                buffer, at = self._given[number]
+            else:
+                where = self._allocations[number] if self._allocations else HOST
+                buffer, at = self._layout.place(request, nbytes, start, where)
+            self.places[number] = _new(Place, (request, buffer, at))
+            if nbytes and number not in self._near and self._is_read(buffer):
                 self._reads.run(source, start, nbytes, buffer, at)
             return
         kind = _kind(wanted, self._layout, self._kinds)
@@ -273,10 +279,12 @@ class _Rows:
         if self._given is not None:
             spots = [self._given[number] for number in numbers]
         elif not spots:
-            where = [HOST] * len(numbers)
-            if self._allocations:
-                where = list(map(self._allocations.__getitem__, numbers))
-            spots = list(map(self._layout.place, wanted, lengths, offsets, where))
+            each = zip(numbers, wanted, lengths, offsets, strict=True)
+            where = self._allocations
+            spots = [
+                self._layout.place(request, nbytes, offset, where[number] if where else HOST)
+                for number, request, nbytes, offset in each
+            ]
         for number, request, (buffer, at) in zip(numbers, wanted, spots, strict=True):
             self.places[number] = _new(Place, (request, buffer, at))
         return list(spots)
