@@ -100,13 +100,14 @@ def test_an_encoded_tensor_is_decoded(tmp_path: Path) -> None:
 
 def test_without_a_report_nothing_is_recorded(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
-    real = execute.run
+    real = execute.Transfer
 
     def run(*args: Any, **options: Any) -> Any:
-        given.append(options.get("recorder"))
-        return real(*args, **options)
+        made = real(*args, **options)
+        given.append(made.recorder)
+        return made
 
-    monkeypatch.setattr(execute, "run", run)
+    monkeypatch.setattr(execute, "Transfer", run)
     mfload.load(path, framework="numpy")
     _loaded(path)
     assert given[0] is None

@@ -62,9 +62,9 @@ def scan(
         fitting = min(options.threads or usual, room // held)
         options = options.replace(threads=fitting, max_host_overhead=None)
     made: Any = tuple(lots)
-    given, threads = (Plan((), (), made, 0), [], sources, route), readers(options, held, usual)
-    how: Any = {"deadline": options.deadline, "advance": advance, "place": place}
-    notes, _ = execute.run(*given, threads=threads, **how)
+    plan, threads = Plan((), (), made, 0), readers(options, held, usual)
+    given = plan, [], sources, route, threads, options.deadline, advance
+    notes, _ = execute.Transfer(*given, place=place).run()
     return notes
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mfload import errors
 from mfload.io import buffers
@@ -60,140 +60,185 @@ def reader_threads(
     return max(min(share_of_cores(), most), _MOST_THREADS if direct else 1)
 
 
-def run(
-    plan: Plan,
-    memory: list[Any],
-    sources: Sequence[Source],
-    route: dict[int, Leg],
-    *,
-    threads: int,
-    deadline: Deadline,
-    advance: Advance | None = None,
-    observer: Observer | None = None,
-    staging: Staging | None = None,
-    recorder: Recorder | None = None,
-    start: Start | None = None,
-    allocate: Callable[[], object] | None = None,
-    trial: Trial | None = None,
-    unfinished: Unfinished | None = None,
-    place: Place | None = None,
-) -> tuple[tuple[str, ...], int]:
-    """Fills the buffers of a plan; returns notes, as on a fall-back, and how many threads read.
+class Transfer(NamedTuple):
+    """A plan, and what it takes to run it.
 
-    `memory` has a uint8 array or a `DeviceBuffer` for each buffer, `route` the leg of each source
-    that is used. `observer` sees every wanted byte as the files hold it, those of maps too.
-    `staging` has the slots of what lands on devices. `recorder` records what threads do, and
-    `start` gives them. `allocate` puts the buffers into `memory`, while readers fill slots. `trial`
-    says how many of the threads read cold files, and by which way. `unfinished` are encoded pieces
-    that other plans began, or go on with. With a `place`, which they are handed to, the blocks of
-    the plan are lots. If bytes can't be read or the files change, the readers are stopped and
-    SourceError is raised.
+    Attributes:
+        memory: A uint8 array or a `DeviceBuffer` for each buffer.
+        route: The leg of each source that is used.
+        advance: Is told of progress.
+        observer: Sees every wanted byte as the files hold it, those of maps too.
+        staging: The slots of what lands on devices.
+        recorder: Records what threads do.
+        start: Gives threads. Default: new ones.
+        allocate: Puts the buffers into `memory`, while readers fill slots.
+        trial: Says how many of the threads read cold files, and by which way.
+        unfinished: Encoded pieces that other plans began, or go on with.
+        place: What takes the blocks of the plan, which are lots.
     """
-    notes: list[str] = []
-    if recorder is not None:
-        sources = recorder.watched(sources)
 
-    def note(text: str) -> None:
-        if text not in notes:
-            notes.append(text)
-            import logging  # Late: it takes as long as a small load.
+    plan: Plan
+    memory: list[Any]
+    sources: Sequence[Source]
+    route: dict[int, Leg]
+    threads: int
+    deadline: Deadline
+    advance: Advance | None = None
+    observer: Observer | None = None
+    staging: Staging | None = None
+    recorder: Recorder | None = None
+    start: Start | None = None
+    allocate: Callable[[], object] | None = None
+    trial: Trial | None = None
+    unfinished: Unfinished | None = None
+    place: Place | None = None
 
-            logging.getLogger("mfload").warning(text)
+    def run(self) -> tuple[tuple[str, ...], int]:
+        """Fills the buffers; returns notes, as on a fall-back, and how many threads read.
 
-    def open_reader(number: int) -> PreadReader:
-        leg = route.get(number)
-        tried = trial if leg is not None and leg.either else None
-        if leg is None or not (leg.direct or tried):
-            return PreadReader(sources[number], cold=leg is not None and leg.cold)
-        from mfload.io.direct import DirectReader
+        If bytes can't be read or the files change, the readers are stopped and SourceError is
+        raised.
+        """
+        plan, sources, route, deadline = self.plan, self.sources, self.route, self.deadline
+        notes, kept = list[str](), list[Source]()
+        if self.recorder is not None:
+            sources = self.recorder.watched(sources)
+        mapped = [] if self.observer is None else _mapped_blocks(plan)
+        concurrency = sources[plan.blocks[0].source].costs.concurrency if plan.blocks else None
+        threads = count_readers(
+            plan,
+            route,
+            self.threads,
+            concurrency,
+            mapped=mapped,
+            told=self.advance is not None,
+            bounded=deadline.seconds is not None,
+            staged=self.staging is not None,
+        )
+        try:
+            if any(map(_COLD, route.values())):
+                cold = [sources[number] for number, leg in route.items() if leg.cold]
+                kept = deadline.bound(partial(read_ahead, cold), "opening the files")
+            rounds, allocate = self._rounds(sources, mapped, threads, notes)
+            for pools in rounds:
+                self._fill(pools, threads, allocate)
+                allocate = None  # Later rounds have the memory, too.
+        finally:
+            for source in kept:
+                source.keep(False)
+        if not threads and self.advance is not None and (plan.blocks or mapped):
+            self.advance(sum(map(_NBYTES, plan.blocks)) + sum(map(_NBYTES, mapped)))
+        if plan.places or self.place is not None:
+            some = itertools.chain(plan.buffers, *(lot.blocks for lot in self._lots), plan.blocks)
+            used = {*map(_SOURCE, some)} - {None}
+            notes += _look_again(used, sources, route, deadline, concurrency)
+        if self.trial is not None:
+            notes += [str(self.trial)] if self.trial.over else []
+            threads = min(threads, self.trial.way.readers)
+        return tuple(notes), threads or 1
 
-        return DirectReader(sources[number], note, tried)
+    @property
+    def _lots(self) -> Sequence[Any]:
+        return () if self.place is None else self.plan.blocks
 
-    kept: list[Source] = []
-    if any(map(_COLD, route.values())):
-        cold = [sources[number] for number, leg in route.items() if leg.cold]
-        kept = deadline.bound(partial(read_ahead, cold), "opening the files")
-    mapped = _mapped_blocks(plan) if observer is not None else []
-    nbytes = sum(map(_NBYTES, plan.blocks)) + sum(map(_NBYTES, mapped))
-    concurrency = sources[plan.blocks[0].source].costs.concurrency if plan.blocks else None
-    threads = count_readers(
-        plan,
-        route,
-        threads,
-        concurrency,
-        mapped=mapped,
-        told=advance is not None,
-        bounded=deadline.seconds is not None,
-        staged=staging is not None,
-    )
-    rounds: list[list[Pool]] = []
-    blocks, lots = plan.blocks, [] if place is None else list[Any](plan.blocks)
-    if staging is not None and any(map(staging.methods.devices, plan.blocks)):
-        from mfload.cuda.engine import onto_devices
+    def _rounds(
+        self, sources: Sequence[Source], mapped: Sequence[Block], threads: int, notes: list[str]
+    ) -> tuple[list[list[Pool]], Callable[[], object] | None]:
+        """What is filled one after the other; and what the first round has to allocate."""
+        memory, staging, allocate = self.memory, self.staging, self.allocate
+        blocks, note, rounds = self.plan.blocks, partial(_note, notes), list[list[Pool]]()
+        open_reader = partial(_reader, sources, self.route, self.trial, note)
+        if staging is not None and any(map(staging.methods.devices, blocks)):
+            from mfload.cuda.engine import onto_devices
 
-        gds = {number: sources[number] for number, leg in route.items() if leg.past_host}
-        how = staging, open_reader, threads, gds, note, observer
-        raw = [block for block in blocks if block.decode is None]
-        rounds.append(onto_devices(raw, memory, *how))
-        blocks = tuple(block for block in blocks if block.decode is not None)
-    if allocate is not None and (blocks or not rounds or not threads):
-        allocate()
-        allocate = None
-    if blocks:
-        direct = trial is not None or any(map(_DIRECT, route.values()))
-        own = list(filter(buffers.is_own, memory)) if direct else ()
-        protection = buffers.ForkProtection(own) if own else nullcontext()
-        given = open_reader, memory, observer, protection
-        work = partial(fill, *given, unfinished=unfinished)
-        if place is not None:
-            work = partial(hand_on, open_reader, place)
-        rounds.append([(blocks, work, threads)])
-    if observer is not None and mapped:
-        rounds.append([(mapped, partial(_show, memory, observer), threads)])
-    for pools in rounds:
+            gds = {n: sources[n] for n, leg in self.route.items() if leg.past_host}
+            how = staging, open_reader, threads, gds, note, self.observer
+            raw = [block for block in blocks if block.decode is None]
+            rounds.append(onto_devices(raw, memory, *how))
+            blocks = tuple(block for block in blocks if block.decode is not None)
+        if allocate is not None and (blocks or not rounds or not threads):
+            allocate()
+            allocate = None
+        if blocks:
+            direct = self.trial is not None or any(map(_DIRECT, self.route.values()))
+            own = list(filter(buffers.is_own, memory)) if direct else ()
+            protection = buffers.ForkProtection(own) if own else nullcontext()
+            given = open_reader, memory, self.observer, protection
+            work = partial(fill, *given, unfinished=self.unfinished)
+            if self.place is not None:
+                work = partial(hand_on, open_reader, self.place)
+            rounds.append([(blocks, work, threads)])
+        if mapped and self.observer is not None:
+            rounds.append([(mapped, partial(_show, memory, self.observer), threads)])
+        return rounds, allocate
+
+    def _fill(
+        self, pools: Sequence[Pool], threads: int, allocate: Callable[[], object] | None
+    ) -> None:
+        """Fills the blocks of one round, in this thread if there are no others."""
         some, work, _ = pools[0]
         here = Share(deque(some), bool)  # bool(): never stopped.
-        engine = Engine(pools, recorder, start, trial) if threads else None
+        engine = Engine(pools, self.recorder, self.start, self.trial) if threads else None
         try:
             if engine is None:
-                here.track = None if recorder is None else recorder.begin("reader 1")
+                here.track = None if self.recorder is None else self.recorder.begin("reader 1")
                 work(here)
             else:
-                engine.run(deadline, advance, allocate)
-                allocate = None  # Later rounds have the memory, too.
+                engine.run(self.deadline, self.advance, allocate)
         except BaseException as error:
-            if staging is None:
-                memory.clear()  # A thread that is left behind keeps what it writes to, no more.
+            if self.staging is None:
+                self.memory.clear()  # A thread left behind keeps what it writes to, no more.
             if not isinstance(error, OSError | errors.MfloadError):
                 raise
             block = here.block if engine is None else engine.block
             if block is None:
                 raise
-            names: Any = plan.tensors_of(block)
-            if lots:
-                names = (lot.tensor for lot in lots if block in (lot, *lot.blocks))
-            tensor = next(iter(names), None)
-            raise named(error, sources[block.source].name, tensor)  # noqa: B904 - it has its cause
-        finally:
-            for source in kept:
-                source.keep(False)
-    if not threads and advance is not None and nbytes:
-        advance(nbytes)
-    if plan.places or lots:
-        some = itertools.chain(plan.blocks, plan.buffers, *(lot.blocks for lot in lots))
-        used = {*map(_SOURCE, some)} - {None}
-        check, some = methodcaller("check"), map(sources.__getitem__, used)
-        look = partial(together, check, some) if concurrency else partial(list, map(check, some))
-        deadline.bound(look, "looking at the files again")
-        for number in used if concurrency else ():
-            source: Any = sources[number]
-            if failures := getattr(source, "failures", ()):  # Of seeds, whose replicas went on.
-                notes += failures
-                route[number] = route[number]._replace(file=source.name, engine=source.engine)
-    if trial is not None:
-        notes += [str(trial)] if trial.over else []
-        threads = min(threads, trial.way.readers)
-    return tuple(notes), threads or 1
+            names = (lot.tensor for lot in self._lots if block in (lot, *lot.blocks))
+            tensor = next(names if self._lots else iter(self.plan.tensors_of(block)), None)
+            raise named(error, self.sources[block.source].name, tensor)  # noqa: B904 - it has its cause
+
+
+def _look_again(
+    used: Collection[int],
+    sources: Sequence[Source],
+    route: dict[int, Leg],
+    deadline: Deadline,
+    concurrency: int | None,
+) -> Iterator[str]:
+    """Raises SourceChangedError if a file changed; yields notes of sources that are waited for."""
+    check, some = methodcaller("check"), map(sources.__getitem__, used)
+    look = partial(together, check, some) if concurrency else partial(list, map(check, some))
+    deadline.bound(look, "looking at the files again")
+    for number in used if concurrency else ():
+        source: Any = sources[number]
+        if failures := getattr(source, "failures", ()):  # Of seeds, whose replicas went on.
+            yield from failures
+            route[number] = route[number]._replace(file=source.name, engine=source.engine)
+
+
+def _note(notes: list[str], text: str) -> None:
+    if text not in notes:
+        notes.append(text)
+        import logging  # Late: it takes as long as a small load.
+
+        logging.getLogger("mfload").warning(text)
+
+
+def _reader(
+    sources: Sequence[Source],
+    route: Mapping[int, Leg],
+    trial: Trial | None,
+    note: Callable[[str], None],
+    number: int,
+) -> PreadReader:
+    """A new reader of a source."""
+    leg = route.get(number)
+    tried = trial if leg is not None and leg.either else None
+    if leg is None or not (leg.direct or tried):
+        return PreadReader(sources[number], cold=leg is not None and leg.cold)
+    from mfload.io.direct import DirectReader
+
+    return DirectReader(sources[number], note, tried)
 
 
 def count_readers(

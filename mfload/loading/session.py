@@ -55,6 +55,7 @@ _FEWEST_TRIED, _MOST_TRIED, _ROOM = 2, 16, 128 << 20
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
+_COPIED, _OWNER, _DEVICE = map(attrgetter, ("copied", "owner", "device"))  # Of an allocation.
 _FIRST = itemgetter(0)
 
 
@@ -238,9 +239,8 @@ class Session:
         index, sources, options = loader.index, loader.sources, loader.options
         check(requests, index, counts_items=loader.adapter.counts_items)
         self.adapter, self._sources = loader.adapter, sources
-        observed = options.check is not None
         self._options = options = options.replace(by_host=True) if by_host else options
-        adapter = self.adapter
+        self._shared, adapter = loader.shared, self.adapter
         self._known: dict[tuple[str, tuple[int, ...], bool], Allocation] = {}
         self._whole = adapter.assign(requests)
         self._near: Any = None
@@ -269,18 +269,23 @@ class Session:
             given = sources, adapter, options
             pairs = zip(self.requests, self.allocations, strict=True)
             self.allocations = [self._near.allocation(*pair, *given) for pair in pairs]
-        numbers: set[int] = set()
-        self._copies = self._lends = False
-        for device, owner, copied, _ in set(self.allocations):
-            self._copies |= copied
-            self._lends |= owner == "framework"
-            if device is not None:
-                numbers.add(device)
+        kinds = set(self.allocations)
+        self._copies, self._lends = True in map(_COPIED, kinds), "framework" in map(_OWNER, kinds)
+        numbers = set(map(_DEVICE, kinds)) - {None}
         self._devices = list(map(adapter.devices.__getitem__, sorted(numbers)))
         wanted, apart = wanted_bytes(self.requests)
-        used = sorted(wanted)
-        self._shared = shared = loader.shared
-        known: dict[int, routing.Leg] = {}
+        self.route = self._choose_route(wanted)
+        self._choose_readers(wanted, bool(apart), alone and not apart)
+        self.notes = (*loader.index.notes, *adapter.notes)
+        narrow = sorted(dtypes.NARROW.keys() & map(_FIRST, self._known))
+        several = len(self.limits.batches) > 1 or options.allocator != "auto"
+        if narrow or several or (apart and adapter.devices):
+            self.notes += tuple(self._decided(narrow, len(apart)))
+
+    def _choose_route(self, wanted: Mapping[int, int]) -> dict[int, routing.Leg]:
+        """The leg of each source, by its number, of which so many bytes are wanted."""
+        sources, shared, options = self._sources, self._shared, self._options
+        used, known = sorted(wanted), dict[int, routing.Leg]()
         if shared is not None:
             known = shared.legs(bool(self._devices), sum(wanted.values()))
         files: dict[int, tuple[Source, int]] = {}
@@ -294,58 +299,48 @@ class Session:
         if files:
             how = options.engine, options.page_cache
             # Where the arrays lie in the memory of the page cache, it would hold all twice.
-            keeps = not adapter.unified
+            keeps = not self.adapter.unified
             choose = functools.partial(routing.choose, [*files.values()], *how, keeps=keeps)
             if self._devices:
                 choose = functools.partial(self._onto_devices, [*files.values()])
             chosen = options.deadline.bound(choose, "opening the files")
             known.update(zip(files, chosen, strict=True))
-        self.route = dict(zip(used, map(known.__getitem__, used), strict=True))
+        route = dict(zip(used, map(known.__getitem__, used), strict=True))
         if self._near is not None:
-            self.route = self._near.legs(self.route, self.requests, self.allocations, sources)
-        legs = self.route.values()
+            route = self._near.legs(route, self.requests, self.allocations, sources)
+        return route
+
+    def _choose_readers(self, wanted: Mapping[int, int], decodes: bool, tries: bool) -> None:
+        """How many read, in what blocks; and whether the load `tries` how cold files are read."""
+        shared, options, legs = self._shared, self._options, self.route.values()
         # Of a stream, all of it counts.
         of_all = wanted if shared is None or shared.wanted is None else shared.wanted
-        tries = alone and not apart and sum(of_all.values()) >= routing.TRIED
-        tries = tries and self._worth_a_trial(of_all)
+        tries = tries and sum(of_all.values()) >= routing.TRIED and self._worth_a_trial(of_all)
         self._direct = any(map(_DIRECT, legs)) or (tries and any(map(_EITHER, legs)))
         cold = self._direct or any(map(_COLD, legs))
         self._mapped: dict[int, int] = {}
         for number, leg in self.route.items():
             if leg.engine == "mmap":
-                self._mapped[number] = sources[number].size
-        costs = sources[used[0]].costs if used else Costs()
-        if cold or observed:
+                self._mapped[number] = self._sources[number].size
+        costs = self._sources[min(wanted)].costs if wanted else Costs()
+        if cold or self._options.check is not None:
             costs = costs._replace(row_gap=None)  # A disk reads on in less time than it turns.
-        if observed:
+        if self._options.check is not None:
             costs = costs._replace(span=0)  # It is shown the bytes of slots.
         count, concurrency = len(self._devices), costs.concurrency
         chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
         if tries and self._direct:
             chosen = max(chosen, _MOST_TRIED)
         self.threads, self.used = options.threads or chosen, 0
-        all_mapped = len(self._mapped) == len(legs)
         readers = Readers()
-        readers.threads, readers.costs, readers.decodes = self.threads, costs, bool(apart)
-        readers.nbytes = self.total
-        readers.direct, readers.cold, readers.mapped = self._direct, cold, all_mapped
+        readers.threads, readers.costs, readers.decodes = self.threads, costs, decodes
+        readers.nbytes, readers.direct, readers.cold = self.total, self._direct, cold
+        readers.mapped = len(self._mapped) == len(legs)
         if self._devices:
             self._stage(readers)
         self.limits = Limits(self.requests, self.allocations, options, readers)
         if tries and (options.threads is None or any(map(_EITHER, legs))):
             self._begin_trial(sum(of_all.values()))
-        self.notes = (*index.notes, *adapter.notes)
-        for name in sorted(dtypes.NARROW.keys() & map(_FIRST, self._known)):
-            if (kind := adapter.forms[name].type) != name:
-                what = f"{name} arrives as {kind}, with its numbers"
-                self.notes += (f"{what}: {adapter.name} has no such arrays",)
-        if apart and adapter.devices:
-            self.notes += (
-                "put together in host memory, since encoded or not in C order: "
-                + errors.counted(len(apart), "tensor"),
-            )
-        if len(self.limits.batches) > 1 or options.allocator != "auto":
-            self.notes += tuple(self._decided())
 
     def _stage(self, readers: Readers) -> None:
         """What is to be known of readers that land on devices."""
@@ -438,7 +433,7 @@ class Session:
         options, against = self._options, None
         limit = options.max_device_overhead
         threads = options.threads or execute.reader_threads(direct=True)
-        least = limits.least_past_host(threads, staging.DEPTH, cufile.slot_bytes(0))
+        least = limits.least_past_host(threads * staging.DEPTH, cufile.slot_bytes(0))
         if self._options.check is not None:
             against = "verify= sees the bytes on the host"
         elif limit is not None and limit < least:
@@ -460,7 +455,16 @@ class Session:
             made.append(leg)
         return made
 
-    def _decided(self) -> Iterator[str]:
+    def _decided(self, narrow: Sequence[str], apart: int) -> Iterator[str]:
+        for dtype in narrow:
+            if (kind := self.adapter.forms[dtype].type) != dtype:
+                what = f"{dtype} arrives as {kind}, with its numbers"
+                yield f"{what}: {self.adapter.name} has no such arrays"
+        if apart and self.adapter.devices:
+            yield (
+                "put together in host memory, since encoded or not in C order: "
+                + errors.counted(apart, "tensor")
+            )
         name, batches, asked = self.adapter.name, self.limits.batches, self._options.allocator
         if len(batches) > 1:
             yield (
@@ -666,21 +670,21 @@ class Session:
             filled = fill(plan, memory, self, self._sources)
             self.used = self.threads
         else:
-            notes, readers = execute.run(
+            notes, readers = execute.Transfer(
                 plan,
                 memory,
                 self._sources,
                 self.route,
-                threads=self.threads,
-                deadline=deadline,
-                advance=advance,
-                observer=self.observer,
-                staging=planned.staging,
-                recorder=self.recorder,
+                self.threads,
+                deadline,
+                advance,
+                self.observer,
+                planned.staging,
+                self.recorder,
                 start=None if self._shared is None else self._shared.crew.start,
                 allocate=later,
                 trial=self.trial,
-            )
+            ).run()
             filled = [plan], notes, 0
             self.used = max(self.used, readers)
             if self._near is not None:

@@ -112,7 +112,7 @@ class Exchange(NamedTuple):
             slots = None if self.link.device is None else _slots(plan, there, block)
             # Of a copy, as a failure empties the list: this process takes part further.
             given = plan, [*there], sources, session.route
-            more, _ = execute.run(*given, staging=slots, unfinished=unfinished, **fixed)
+            more, _ = execute.Transfer(*given, staging=slots, unfinished=unfinished, **fixed).run()
             notes.extend(more)
 
         def ahead(some: Sequence[Request]) -> None:

@@ -181,7 +181,7 @@ class Layout:
 
     def place_there(self, sizes: Any, device: int) -> tuple[Any, Any]:
         """The same for whole tensors in mfload's buffers on a device, in columns."""
-        buffer, at, most = np.empty_like(sizes), np.empty_like(sizes), self._most(device) + _PAGE
+        buffer, at, most = np.empty_like(sizes), np.empty_like(sizes), self._most() + _PAGE
         large = np.full(len(sizes), False) if self._alone is None else sizes >= self._alone
         small = (sizes < _DEVICE_SMALL) & ~large
         found: list[tuple[Any, int]] = [([n], int(sizes[n])) for n in np.flatnonzero(large)]
@@ -203,9 +203,9 @@ class Layout:
             self.specs.append(BufferSpec(nbytes, None, device))
         return buffer, at
 
-    def _most(self, device: int | None) -> int:
-        """Bytes a buffer at most."""
-        return BUFFER if device is None else DEVICE_BUFFER if self._alone is None else SLAB
+    def _most(self) -> int:
+        """Bytes of a buffer on a device at most."""
+        return DEVICE_BUFFER if self._alone is None else SLAB
 
     def _map(self, source: int) -> int:
         """The buffer that maps a source."""
@@ -225,7 +225,8 @@ class Layout:
         if follows and cursor:
             # Follow the file where it leads to an aligned place; it mostly does.
             at = -(-cursor // align) * align
-        if number < 0 or at + nbytes > self._most(device) + _PAGE:
+        most = BUFFER if device is None else self._most()
+        if number < 0 or at + nbytes > most + _PAGE:
             if number >= 0:
                 self.specs[number] = BufferSpec(cursor, None, device)
             number, at = len(self.specs), wanted

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from operator import attrgetter, is_not
 from typing import TypeVar
 
 from mfload import errors
@@ -41,7 +41,7 @@ _PINNED = 16
 _LEAST_SLOT = 4 << 20
 # Slots in which a reader may hold what it fetches, and what it puts together, to decode a block.
 _DECODING = 2
-_COPIED = attrgetter("copied")
+_COPIED, _DEVICE = map(attrgetter, ("copied", "device"))
 
 
 class Readers:
@@ -97,8 +97,8 @@ class Limits:
         if allocations and isinstance(requests, WholeTensors):  # They are allocated alike.
             there = requests if allocations[0].device is not None else there
         elif allocations:
-            pairs = zip(requests, allocations, strict=True)
-            there = [request for request, allocation in pairs if allocation.device is not None]
+            lands = map(is_not, map(_DEVICE, allocations), itertools.repeat(None))
+            there = [*itertools.compress(requests, lands)]
         if there:
             self.growth = 0 if there is requests else max(map(_growth, there))
             # Page-locking memory takes long: its default is bounded as well.
@@ -108,8 +108,7 @@ class Limits:
             share = nbytes // _PINNED // count // _PAGE * _PAGE
             block = min(readers.slot, _COLD_SLOT) if readers.cold else readers.slot
             block = block if readers.kept else min(block, max(_LEAST_SLOT, share))
-        if readers.decodes:
-            count += _DECODING * threads
+        count += _DECODING * threads * readers.decodes
         self.least = count * _LEAST_SLOTS * (1 + self.growth)
         self.costs = readers.costs
         if there or block != self.costs.block:
@@ -129,19 +128,22 @@ class Limits:
             # The pages of a map belong to the page cache, but count as resident in this process.
             self.costs = self.costs._replace(block=block, span=min(self.costs.span, max(0, most)))
         if there and readers.gds is not None:
-            # Reads are small enough for the limit on devices.
-            self.least_on_device = least_past_host(threads, readers.depth, readers.gds)
-            limit = options.max_device_overhead
-            limit = OVERHEAD if limit is None else limit
-            block = limit // (threads * readers.depth) // _PAGE * _PAGE - readers.gds
-            if block < _LEAST_BLOCK:
-                raise too_small("max_device_overhead", self.least_on_device, limit)
-            staged, block = min(self.costs.staged, block), min(self.costs.block, block)
-            self.costs = self.costs._replace(block=block, staged=staged)
+            self._keep_within_device(readers.gds, options.max_device_overhead)
         if there and readers.kept and self.costs.concurrency is None:
             # Slots are as large as they may be; a read of one tensor is shared out all the same.
             self.slot, share = self.costs.block, nbytes // threads // _PAGE * _PAGE
             self.costs = self.costs._replace(block=min(self.slot, max(_LEAST_SHARE, share)))
+
+    def _keep_within_device(self, gds: int, limit: int | None) -> None:
+        """Makes reads small enough for the limit on devices."""
+        limit = OVERHEAD if limit is None else limit
+        count = self._readers.threads * self._readers.depth
+        self.least_on_device = least_past_host(count, gds)
+        block = limit // count // _PAGE * _PAGE - gds
+        if block < _LEAST_BLOCK:
+            raise too_small("max_device_overhead", self.least_on_device, limit)
+        staged, block = min(self.costs.staged, block), min(self.costs.block, block)
+        self.costs = self.costs._replace(block=block, staged=staged)
 
     def slots(self, read_bytes: int, staged: int, decoding: int = 0) -> int:
         """The most bytes of slots of a plan of which nothing lands on a device.
@@ -230,9 +232,9 @@ def least(count: int) -> int:
     return count * _LEAST_SLOTS
 
 
-def least_past_host(threads: int, depth: int, gds: int) -> int:
-    """The least `max_device_overhead` that leaves room for slots past host memory."""
-    return threads * depth * (_LEAST_BLOCK + _PAGE + gds)
+def least_past_host(count: int, gds: int) -> int:
+    """The least `max_device_overhead` that leaves room for `count` slots past host memory."""
+    return count * (_LEAST_BLOCK + _PAGE + gds)
 
 
 def too_small(name: str, least: int, limit: int) -> errors.UsageError:

@@ -19,7 +19,7 @@ from mfload.planning.layout import FEW, BufferSpec, Layout, Packed, evenly
 from mfload.planning.reads import NoReads, Reads
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, sizes
 
-_NBYTES = attrgetter("nbytes")
+_NBYTES, _NEAR = map(attrgetter, ("nbytes", "near"))
 _PLACE = itemgetter(0, 1)  # Source and first byte.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 
@@ -185,7 +185,7 @@ def make_plan(
     reads = (Reads if cut else NoReads)(costs or Costs())
     if isinstance(requests, WholeTensors) and requests and given is None:
         return _in_columns(requests, alignment, layout, reads, tuple(allocations))
-    near = {number for number, each in enumerate(allocations) if each.near}
+    near = set(itertools.compress(itertools.count(), map(_NEAR, allocations)))
     rows = _Rows(requests, allocations, given, layout, reads, near, mapped=bool(mapped))
     tensors: dict[tuple[int, int, str], list[int]] = {}
     last, numbers = None, list[int]()
@@ -234,8 +234,14 @@ class _Rows:
         plain = selection is None and dtype is info.dtype
         plain = plain and stored is None and len(info.pieces) == len(wanted) == 1
         if plain:
-            ((buffer, at),) = self._place(wanted, numbers, (nbytes,), (start,))
-            if nbytes and numbers[0] not in self._near and self._is_read(buffer):
+            number, request = numbers[0], wanted[0]
+            if self._given is not None:
+                buffer, at = self._given[number]
+            else:
+                where = self._allocations[number] if self._allocations else HOST
+                buffer, at = self._layout.place(request, nbytes, start, where)
+            self.places[number] = _new(Place, (request, buffer, at))
+            if nbytes and number not in self._near and self._is_read(buffer):
                 self._reads.run(source, start, nbytes, buffer, at)
             return
         kind = _kind(wanted, self._layout, self._kinds)

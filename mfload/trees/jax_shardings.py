@@ -44,21 +44,16 @@ class Place(NamedTuple):
 
 
 def resolve(
-    leaves: Sequence[Leaf],
-    filled: Iterable[int],
-    mesh: Any,
-    asked: Any,
-    unmatched: str,
-    rules: Any,
+    leaves: Sequence[Leaf], filled: Iterable[int], asked: MeshArguments, rules: Any
 ) -> list[Place]:
     """The place of each leaf that is filled; shardings are checked against the leaf's shape.
 
-    `asked` is the value of `shardings=`: of a leaf's names the first that a rule matches counts.
+    Of a leaf's names the first that a rule of `shardings=` matches counts.
     """
     pairs = check_rules(rules)
-    asked = _by_name(asked)
+    shardings = _by_name(asked.shardings)
     some = [leaves[number] for number in filled]
-    mesh = _mesh(mesh, asked, some)
+    mesh = _mesh(asked.mesh, shardings, some)
     # They are known again by what they are, not by what they are equal to.
     default = jax_adapter.default_device()
     nowhere, free = SingleDeviceSharding(default), {default: SingleDeviceSharding(default)}
@@ -68,7 +63,7 @@ def resolve(
         leaf = some[number]
         said = _own(leaf, mesh, pairs)
         if said is None:
-            if mesh is not None or asked is not None:
+            if mesh is not None or shardings is not None:
                 return None
             array = isinstance(leaf.value, jax.Array)  # On one device, as it is not committed.
             (device,) = leaf.value.sharding.device_set if array else (default,)
@@ -81,7 +76,8 @@ def resolve(
 
     known = (name for leaf in leaves for name in leaf.names)
     rows = [Row(leaf.name, leaf.shape, leaf.names, leaf) for leaf in some]
-    chosen = jax_specs.resolve(rows, MeshArguments(mesh, asked, unmatched, known), own)
+    asked = MeshArguments(mesh, shardings, asked.unmatched, known)
+    chosen = jax_specs.resolve(rows, asked, own)
     places = {id(each): Place(each, committed=False) for each in free.values()}
     places[id(nowhere)] = Place(None)
     for number, form in forms.items():

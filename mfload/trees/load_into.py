@@ -103,7 +103,7 @@ def _values(
 
     errors.check_choice("unmatched", asked.unmatched, UNMATCHED)
     asked.check_bools()
-    placed = asked.mesh, asked.shardings, asked.unmatched, asked.logical_axis_rules
+    placed = mesh_load.MeshArguments(asked.mesh, asked.shardings, asked.unmatched)
     start = time.perf_counter()
     index, sources = checkpoint.read_every(path, how)
     read = time.perf_counter()
@@ -130,7 +130,7 @@ def _values(
             ties.warn(found.ties, index, sources, how)
         _tell_what_stays(leaves, found.recipes, notes)
         numbers = state.numbers(found.recipes)
-        chosen = jax_shardings.resolve(leaves, found.recipes, *placed)
+        chosen = jax_shardings.resolve(leaves, found.recipes, placed, asked.logical_axis_rules)
         how = verifying(asked.verify, how, index, sources, found.requests)
         mesh_load.check_whole(how, done.processes)
         pairs = zip(found.recipes.values(), chosen, strict=True)

@@ -113,8 +113,9 @@ def test_tensors_are_filled_in_place(tmp_path: Path) -> None:
     assert report.read_bytes >= report.result_bytes
 
 
-def test_what_is_copied_stays_within_the_overhead(tmp_path: Path) -> None:
-    stored = {"w": torch.randn(4096, 1024), "v": torch.randn(1 << 20).bfloat16()}
+@pytest.mark.parametrize("shape", [(4096, 1024), (2, 1 << 21)])
+def test_what_is_copied_stays_within_the_overhead(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    stored = {"w": torch.randn(shape), "v": torch.randn(1 << 20).bfloat16()}
     save_file(stored, tmp_path / "a.safetensors")
     report = mfload.Report()
     options = mfload.Options(max_host_overhead="8MiB", threads=1)

@@ -69,7 +69,9 @@ def load(
         plan = make_plan(requests, given=given, specs=[BufferSpec(part.nbytes) for part in parts])
         plan = plan._replace(blocks=unfinished.resume(plan.blocks))
         deadline = LoadOptions().deadline
-        execute.run(plan, parts, sources, {}, threads=2, deadline=deadline, unfinished=unfinished)
+        execute.Transfer(
+            plan, parts, sources, {}, threads=2, deadline=deadline, unfinished=unfinished
+        ).run()
         nbytes += plan.read_bytes
         shapes = [[stop - first for first, stop in box] for box in boxes]
         every = zip(parts, shapes, strict=True)

@@ -80,7 +80,9 @@ def test_parts_are_what_numpy_gives(way: str, case: tuple[Any, Any, Costs], thre
         plan = make_plan([Request(info, dtype, select(info, index))], costs=costs)
         legs = dict(enumerate(route.choose([(source, source.size)], engine)))
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-        execute.run(plan, memory, [source], legs, threads=threads, deadline=Deadline(None))
+        execute.Transfer(
+            plan, memory, [source], legs, threads=threads, deadline=Deadline(None)
+        ).run()
         (place,) = plan.places
         taken = np.ascontiguousarray(array[index])
         assert memory[place.buffer][place.at :][: taken.nbytes].tobytes() == taken.tobytes()
@@ -187,7 +189,9 @@ def test_many_small_blocks_have_one_reader(tmp_path: Path) -> None:
         plan = make_plan(requests, costs=Costs(merge_gap=0))
         assert plan.read_bytes > execute.INLINE
         memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-        execute.run(plan, memory, [LocalFile(path)], {}, threads=4, deadline=Deadline(None))
+        execute.Transfer(
+            plan, memory, [LocalFile(path)], {}, threads=4, deadline=Deadline(None)
+        ).run()
     assert len(seen) == 1
 
 

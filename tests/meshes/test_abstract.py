@@ -62,7 +62,9 @@ def test_it_is_what_is_loaded(path: Path, options: dict[str, Any]) -> None:
 
 
 def test_it_reads_headers_only(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mfload.loading.execute.run", lambda *_, **__: pytest.fail("data was read"))
+    monkeypatch.setattr(
+        "mfload.loading.execute.Transfer", lambda *_, **__: pytest.fail("data was read")
+    )
     assert mfload.abstract(path, names=["w"])["w"].shape == (8, 6)
     assert mfload.live_bytes() == 0
 

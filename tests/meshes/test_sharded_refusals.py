@@ -29,7 +29,9 @@ MODEL = {
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     made = samples.save(tmp_path / "model.safetensors", MODEL)
-    monkeypatch.setattr("mfload.loading.execute.run", lambda *_, **__: pytest.fail("data was read"))
+    monkeypatch.setattr(
+        "mfload.loading.execute.Transfer", lambda *_, **__: pytest.fail("data was read")
+    )
     return made
 
 

@@ -212,7 +212,7 @@ def test_engines_read_what_the_plan_says(way: str, case: Case) -> None:
         maps = mock.patch.multiple(pread, _APART=1 << 60, _ROWS_A_MAP=few)
         how = {"threads": 2, "deadline": Deadline(None)}
         with mock.patch.object(os, "preadv", preadv), maps:
-            execute.run(plan, memory, [source], legs, **how)
+            execute.Transfer(plan, memory, [source], legs, **how).run()
         _hold(case, plan, memory)
         if way == "pread":
             assert got == plan.read_bytes
@@ -240,7 +240,7 @@ def test_shards_of_some_megabytes(
     plan = make_plan(requests, alignment=64, costs=Costs(merge_gap=gap))
     memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
     legs = dict(enumerate(route.choose([(source, source.size)], engine)))
-    execute.run(plan, memory, [source], legs, threads=2, deadline=Deadline(None))
+    execute.Transfer(plan, memory, [source], legs, threads=2, deadline=Deadline(None)).run()
     for (request, buffer, at), box in zip(plan.places, boxes, strict=True):
         part = array[tuple(slice(*ends) for ends in box)]
         assert memory[buffer][at : at + request.nbytes].tobytes() == part.tobytes()
