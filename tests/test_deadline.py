@@ -60,7 +60,7 @@ def test_a_system_without_threads_is_told_of(
 
     path = samples.save(tmp_path / "a.safetensors", {"w": np.ones(2)})
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with pytest.raises(errors.MfloadError, match="timeout= needs a thread.*can't start") as caught:
+    with pytest.raises(errors.MfloadError, match=r"timeout= needs a thread.*can.t start") as caught:
         getattr(mfload, call)(path, "numpy", options=mfload.Options(timeout=9))
     assert caught.value.file == str(path)
     assert Deadline(None).bound(lambda: 7, "…", apart=True) == 7
