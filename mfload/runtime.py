@@ -300,10 +300,17 @@ class Deadline:
         """Runs a call, with a timeout in a thread of its own, which is left behind if it hangs.
 
         With `apart`, it has a thread without a timeout too, so that an interrupt ends the waiting.
+        Raises MfloadError if the system gives no thread, without which no timeout holds.
         """
         if self._end is None and not apart:
             return call()
-        task = start(call, "mfload-bounded")
+        try:
+            task = start(call, "mfload-bounded")
+        except RuntimeError as error:
+            if self._end is None:
+                return call()
+            what, expected = "timeout= needs a thread, and none could be started", "room for more"
+            raise errors.MfloadError(what, file=file, expected=expected, found=str(error)) from None
         del call  # It is in no frame of an error, which would keep what it refers to.
         if not task.join(None if self._end is None else self.left()):
             raise self.error(what, file)

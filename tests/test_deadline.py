@@ -51,6 +51,21 @@ def test_what_ends_in_time_gives_its_result() -> None:
     assert watch.wait_for(lambda: not watch.readers())
 
 
+@pytest.mark.parametrize("call", ["load", "open"])
+def test_a_system_without_threads_is_told_of(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    path = samples.save(tmp_path / "a.safetensors", {"w": np.ones(2)})
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(errors.MfloadError, match=r"timeout= needs a thread.*can.t start") as caught:
+        getattr(mfload, call)(path, "numpy", options=mfload.Options(timeout=9))
+    assert caught.value.file == str(path)
+    assert Deadline(None).bound(lambda: 7, "…", apart=True) == 7
+
+
 def test_what_hangs_is_left_behind() -> None:
     release = threading.Event()
     deadline = Deadline(0.05)

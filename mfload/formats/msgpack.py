@@ -279,7 +279,7 @@ class _Walk:
             if not (0xA0 <= window[at] <= 0xBF and key.isascii()) or begin + nbytes > end:
                 break
             name, values = key.decode(), self._values + more
-            strings = self._bytes + also + len(key) + len(prefix) + len(key)
+            strings = self._bytes + also + len(prefix) + 2 * len(key)
             if name in made or values > MAX_VALUES or strings > MAX_BYTES:
                 break
             self._values, self._bytes, at = values, strings, begin + nbytes

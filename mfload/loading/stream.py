@@ -332,8 +332,8 @@ def ahead(sources: Sequence[Source], requests: Sequence[Request], limit: int | N
     runs: dict[int, list[tuple[int, int]]] = {}
     for request in sorted(requests, key=lambda each: each.info.pieces[0][:2]):
         for source, offset, nbytes, _ in request.info.pieces:
-            costs = sources[source].costs
-            if costs.concurrency is None or not 0 < nbytes <= _TOGETHER:
+            costs, file = sources[source].costs, sources[source].file
+            if costs.concurrency is None or file is not None or not 0 < nbytes <= _TOGETHER:
                 continue
             mine, stop = runs.setdefault(source, []), offset + nbytes
             near = mine and offset < mine[-1][1] + costs.merge_gap

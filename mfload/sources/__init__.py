@@ -7,11 +7,12 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, TypeGuard
 
 from mfload import errors
 from mfload.options import LoadOptions
-from mfload.runtime import start
+from mfload.runtime import Task, start
 from mfload.sources.base import Source, redacted
 from mfload.sources.local import LocalFile
 
@@ -156,6 +157,11 @@ def at_once(call: Callable[[Any], object], given: Iterable[Any], threads: int) -
 
     if len(waiting) < 2:
         return work()
-    count = min(len(waiting), threads)
-    for task in [start(work, "mfload-source") for _ in range(count)]:
+    tasks = list[Task[None]]()
+    with suppress(RuntimeError):  # The system gives no more threads.
+        for _ in range(min(len(waiting), threads)):
+            tasks.append(start(work, "mfload-source"))
+    if not tasks:
+        return work()
+    for task in tasks:
         task.result()

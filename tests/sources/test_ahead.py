@@ -16,6 +16,8 @@ import serving
 import mfload
 from mfload import errors
 from mfload.sources.ahead import AheadSource
+from mfload.sources.base import Costs
+from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
 
 SMALL = 4 << 10
@@ -143,3 +145,19 @@ def test_it_can_be_pickled(tmp_path: Path) -> None:
     source = AheadSource(MemorySource(bytes(range(256))), [(10, 50)])
     source.advance(10)
     assert _read(pickle.loads(pickle.dumps(source)), 12, 30) == bytes(range(12, 42))
+
+
+@pytest.mark.parametrize("engine", ["mmap", "direct", "pread", "auto"])
+def test_files_that_are_waited_for_keep_their_descriptors(engine: Any, tmp_path: Path) -> None:
+    """Such as those of a file system over a network, of a source of the user's own."""
+
+    class Slow(LocalFile):
+        costs = Costs(concurrency=4)
+
+    data, raw = _file()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(raw)
+    options = mfload.Options(engine=engine)
+    with mfload.stream(Slow(path), "numpy", lazy=True, options=options) as tensors:
+        for name, tensor in tensors:
+            assert tensor.read().tobytes() == data[name]

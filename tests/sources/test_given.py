@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import samples
 
 import mfload
-from mfload import errors, ondemand
+from mfload import errors, ondemand, sources
 from mfload.sources.base import Costs
 
 DOCS = Path(__file__).parents[2] / "docs/how-to/write-source.md"
@@ -287,3 +288,22 @@ def test_what_a_handle_gives_is_checked() -> None:
     source = type("Faulty", (Vector,), {"open": opens(fd="none")})("some")
     with ondemand.ExpertCache(source) as cache:
         assert samples.same(cache.use(0, [1])[1]["up_proj"], W)
+
+
+@pytest.mark.parametrize("most", [0, 1, 9])
+def test_calls_at_once_take_the_threads_that_there_are(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, start = list[threading.Thread](), threading.Thread.start
+
+    def start_some(thread: threading.Thread) -> None:
+        if len(begun) == most:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_some)
+    called = list[int]()
+    sources.at_once(called.append, range(6), 4)
+    assert sorted(called) == [*range(6)]
+    assert len(begun) == min(most, 4)
