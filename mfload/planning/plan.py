@@ -377,4 +377,5 @@ def _read(
         if high - low == 1:
             reads.run(*run)
         else:
-            reads.runs(*run, high - low, int(step[low]), int(pace[low]))
+            even = high - low, int(step[low]), int(pace[low])
+            reads.runs(*run, *even)
