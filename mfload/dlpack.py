@@ -198,5 +198,6 @@ def array_at(
     """A NumPy array over memory of `owner`, which it keeps alive; strides are in bytes."""
     if 0 in shape:
         return np.empty(shape, kind)  # Older versions of NumPy refuse address 0.
-    where = {"data": (address, False), "strides": strides}
-    return np.asarray(_Memory(owner, {"version": 3, "typestr": kind, "shape": shape, **where}))
+    where = {"version": 3, "typestr": kind, "shape": shape, "strides": strides}
+    where["data"] = (address, False)
+    return np.asarray(_Memory(owner, where))

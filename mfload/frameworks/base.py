@@ -214,9 +214,9 @@ class Adapter:
         del dim
         return array
 
-    def lazy(self, tensor: Any) -> Any:
-        """What a user gets for a lazy tensor (see `loading.lazy_tensor`). Default: the same."""
-        return tensor
+    def lazy(self) -> Callable[[Any], Any]:
+        """Makes what a user gets of a lazy tensor (`loading.lazy_tensor`). Default: the same."""
+        return lambda tensor: tensor
 
     def pool(self, number: int) -> Pool | None:
         """What the framework's allocator has of a device; None if there is nothing to say."""

@@ -152,10 +152,10 @@ class TorchAdapter(base.Adapter):
             return contextlib.nullcontext()
         return torch.cuda.stream(torch.cuda.current_stream(self.place))
 
-    def lazy(self, tensor: Any) -> Any:
+    def lazy(self) -> Callable[[Any], Any]:
         from mfload.frameworks import torch_lazy  # Only lazy streams need it.
 
-        return torch_lazy.make(tensor)
+        return torch_lazy.make
 
     def pool(self, number: int) -> base.Pool | None:
         if self.place.type != "cuda":

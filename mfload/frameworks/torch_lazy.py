@@ -185,6 +185,8 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
 
     def _take(self) -> tuple[Any, tuple[int, ...], int]:
         like, part = self.like, self.whole.part
+        if like is self.whole.like:
+            return part, like.stride(), 0
         shape, strides, offset = tuple(like.shape), like.stride(), like.storage_offset()
         if like.is_contiguous():
             if like.numel() == math.prod(part.shape):
@@ -227,11 +229,12 @@ class Whole:
 
     Attributes:
         part: The `loading.lazy_tensor.LazyTensor`.
+        like: A plain tensor of its layout.
         held: All of it, once it was changed in place.
     """
 
-    def __init__(self, part: Any) -> None:
-        self.part, self.held = part, None
+    def __init__(self, part: Any, like: Any) -> None:
+        self.part, self.like, self.held = part, like, None
         self._lock = threading.Lock()
 
     def hold(self) -> None:
@@ -243,7 +246,8 @@ class Whole:
 
 def make(part: Any) -> LazyTensor:
     """The tensor for a `loading.lazy_tensor.LazyTensor`."""
-    return _lazy_view(Whole(part), torch.empty(part.shape, dtype=part.dtype, device="meta"))
+    like = torch.empty(part.shape, dtype=part.dtype, device="meta")
+    return _lazy_view(Whole(part, like), like)
 
 
 def _lazy_view(whole: Whole, like: Any) -> LazyTensor:
@@ -446,6 +450,8 @@ def _fill(target: Any, lazy: LazyTensor) -> Any:
 
 def _is_dense(lazy: LazyTensor) -> bool:
     """Whether it is all of a part, in C order."""
+    if lazy.like is lazy.whole.like:
+        return True
     part, strides, offset = lazy.taken()
     if part is lazy.whole.part and not offset and lazy.like.is_contiguous():
         return lazy.like.numel() == math.prod(part.shape)

@@ -47,6 +47,8 @@ _KINDS = 64  # Shapes and selections whose cells are kept: layers of a model are
 _SHOWN = 50  # Tensors that a notebook shows.
 _SLICED = 64  # Tensors of which rows are taken one by one: to look one up costs as much as a read.
 
+_new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
+
 Array = TypeVar("Array")
 """Arrays of the framework, or lists of them."""
 
@@ -137,7 +139,8 @@ class _Reader:
 
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
-        if self._reads_small and self._is_small(row, nbytes := row.nbytes):
+        nbytes = row.pieces[0].nbytes  # All of it, if it is small.
+        if self._reads_small and self._is_small(row, nbytes):
             made = self._read_small(row, row.shape, ((0,), nbytes))
             if made is not None:
                 return made
@@ -191,8 +194,8 @@ class _Reader:
         Past plan and session, which take longer than to read it. None if it must not wait, and the
         read would.
         """
-        adapter, dtype = self._adapter, row.dtype
-        source = self._sources[row.pieces[0].source]
+        adapter, (name, dtype, _, pieces) = self._adapter, row
+        source = self._sources[pieces[0].source]
         try:
             if isinstance(part, Request):
                 memory, at = buffers.small(part.nbytes, adapter.alignment), 0
@@ -206,7 +209,7 @@ class _Reader:
             memory = None
             let_go(error)
             raise execute.named(error, source.name, row.name)  # noqa: B904 - it has its cause
-        view = View(row.name, dtype, shape, memory, at)
+        view: View = _new(View, (name, dtype, shape, memory, at, ()))
         how = adapter.forms[dtype.name].how
         return adapter.wrap([view.as_bytes() if how == "bytes" else view])[0]
 
@@ -214,21 +217,25 @@ class _Reader:
         self, source: Source, row: TensorInfo, starts: Sequence[int], nbytes: int
     ) -> tuple[Any, int]:
         """Memory that holds ranges of a tensor, and where in it they begin."""
-        align = self._adapter.alignment or max(1, row.dtype.nbytes // row.dtype.elements)
+        first, alignment = row.pieces[0].offset + starts[0], self._adapter.alignment
         map_range = self._map  # None after another thread has closed the checkpoint.
-        offset = row.pieces[0].offset
-        # As in a plan, what is not aligned in the file is read.
-        if map_range is not None and (offset + starts[0]) % align == 0:
-            if self._never_waits:  # Pages that are there are mapped at once.
-                AtOnce(source).read([buffers.small(nbytes, None)], offset + starts[0])
-            return map_range(source, offset + starts[0], nbytes)
+        if map_range is not None:
+            align = alignment or max(1, row.dtype.nbytes // row.dtype.elements)
+            # As in a plan, what is not aligned in the file is read.
+            if first % align == 0:
+                if self._never_waits:  # Pages that are there are mapped at once.
+                    AtOnce(source).read([buffers.small(nbytes, None)], first)
+                return map_range(source, first, nbytes)
         # NumPy's memory, which is not counted: to map a buffer takes longer than to read.
-        memory = buffers.small(nbytes * len(starts), self._adapter.alignment)
+        count = len(starts)
+        memory = buffers.small(nbytes * count, alignment)
         handle = AtOnce(source) if self._never_waits else source.open()
         try:
-            for n, start in enumerate(starts):
-                part = memory if len(starts) == 1 else memory[n * nbytes : (n + 1) * nbytes]
-                handle.read([part], offset + start)
+            if count == 1:
+                handle.read([memory], first)
+            else:
+                for start, part in zip(starts, memory.reshape(count, nbytes), strict=True):
+                    handle.read([part], first + start - starts[0])
         finally:
             handle.close()
         return memory, 0
@@ -331,11 +338,14 @@ class _Reader:
         """
         count = min(self._threads, memory.nbytes // _PART)
         if count <= 1:
-            with source.open() as handle:
+            handle = source.open()
+            try:
                 if ahead:
                     fetch(handle.fd, ahead)
                 buffers.populate(memory)
                 handle.read([memory], at)
+            finally:
+                handle.close()
             return []
         size, caller = -(-memory.nbytes // count), get_ident()
         used: list[Span] = []
@@ -431,7 +441,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
             TensorNotFoundError: There is none of that name.
         """
         if self._alone:
-            return self.read(self.info(name))
+            return self.read(self._opened()[name])
         return self._tried(lambda each: each.read(each.info(name)))
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Array]:

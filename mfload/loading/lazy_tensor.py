@@ -123,7 +123,9 @@ class LazyTensor:
         """
         self._check_open()
         adapter, request = self.adapter, self._request
-        start, before = time.perf_counter(), None if self._report is None else usage(thread=True)
+        start, before = 0.0, None
+        if self._report is not None:
+            start, before = time.perf_counter(), usage(thread=True)
         try:
             filled = None if lent is None else self._opened.fill(request, lent.memory)
         except BaseException as error:

@@ -245,7 +245,7 @@ class Session:
         self._whole = adapter.assign(requests)
         self._near: Any = None
         # What others read too, or see, passes through the host.
-        on_devices = bool(adapter.devices) and alone and not observed
+        on_devices = bool(adapter.devices) and alone and options.check is None
         if on_devices and any(hasattr(each, "lying") for each in sources):
             from mfload.loading import near  # Only some sources lie on devices.
 

@@ -86,7 +86,7 @@ class Stream(Iterator[tuple[str, Array]]):
             self._lock.release()
 
     def _begin(self) -> None:
-        if not self._lock.acquire(blocking=False):
+        if not self._lock.acquire(False):
             raise errors.UsageError(
                 "the stream is in use", expected="one thread at a time, which also closes it"
             )
@@ -330,6 +330,8 @@ def ahead(sources: Sequence[Source], requests: Sequence[Request], limit: int | N
     of `limit`, the bytes that the stream may hold.
     """
     runs: dict[int, list[tuple[int, int]]] = {}
+    if all(source.costs.concurrency is None for source in sources):
+        return list(sources)  # Files do without.
     for request in sorted(requests, key=lambda each: each.info.pieces[0][:2]):
         for source, offset, nbytes, _ in request.info.pieces:
             costs, file = sources[source].costs, sources[source].file
@@ -342,9 +344,7 @@ def ahead(sources: Sequence[Source], requests: Sequence[Request], limit: int | N
                 mine[-1] = mine[-1][0], max(stop, mine[-1][1])
             else:
                 mine.append((offset, stop))
-    if not runs:
-        return list(sources)
-    from mfload.sources.ahead import AheadSource  # Files do without.
+    from mfload.sources.ahead import AheadSource
 
     return [AheadSource(each, runs[n]) if n in runs else each for n, each in enumerate(sources)]
 
@@ -365,18 +365,20 @@ def lazily(
         raise errors.UsageError("lazy tensors are for one device", expected=expected)
     check(requests, index, counts_items=adapter.counts_items)
     kinds: dict[str, Any] = {}
+    advances = [getattr(source, "advance", None) for source in sources]
 
     def rows() -> Generator[tuple[str, Any]]:
+        make, files, lazy = adapter.lazy(), index.files, lazy_tensor.LazyTensor
         for request in requests:
-            kind = request.dtype.name
+            info, dtype, *_ = request
+            kind = dtype.name
             if kind not in kinds:
-                kinds[kind] = lazy_tensor.like(adapter, request.dtype)
-            piece = request.info.pieces[0]
-            file = index.files[piece.source]
-            if (advance := getattr(sources[piece.source], "advance", None)) is not None:
-                advance(piece.offset)
-            given = opened, file, request, kinds[kind], adapter, report
-            yield request.info.name, adapter.lazy(lazy_tensor.LazyTensor(*given))
+                kinds[kind] = lazy_tensor.like(adapter, dtype)
+            source, offset, *_ = info.pieces[0]
+            if (advance := advances[source]) is not None:
+                advance(offset)
+            given = opened, files[source], request, kinds[kind], adapter, report
+            yield info.name, make(lazy(*given))
 
     return Stream(rows(), close=opened.close, names=names(requests))
 

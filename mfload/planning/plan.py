@@ -382,4 +382,4 @@ def _read(
         if high - low == 1:
             reads.run(*run)
         else:
-            reads.runs(*run, high - low, int(step[low]), int(pace[low]))
+            reads.runs(*run, count=high - low, step=int(step[low]), pace=int(pace[low]))

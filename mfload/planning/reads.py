@@ -234,7 +234,7 @@ class NoReads(Reads):
     def run(self, source: int, offset: int, nbytes: int, buffer: int, at: int) -> None:
         """Does nothing."""
 
-    def runs(self, *_: Any) -> None:
+    def runs(self, *_: Any, **__: Any) -> None:
         """Does nothing."""
 
     def parts(self, *_: Any, **__: Any) -> None:

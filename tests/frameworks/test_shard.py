@@ -65,6 +65,44 @@ def test_chunks_are_those_of_torch(made: Any, framework: str) -> None:
                 assert to_numpy(parts[name]) == (like.shape, like.tobytes())
 
 
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+def test_many_tensors_in_columns(tmp_path: Path, framework: str) -> None:
+    """Chunks that lie in the file as they are wanted, of as many tensors as are kept in columns."""
+    shapes = [(4, 16), (4, 16), (1, 5, 3), (9,), (2, 0, 3), (), (4, 16), (3, 2)]
+    arrays: dict[str, Any] = {}
+    for n in range(600):
+        # Long stretches of one shape, and neighbours that differ.
+        shape = (4, 16) if n // 100 % 2 else shapes[n % len(shapes)]
+        arrays[f"t{n:03}"] = samples.numbers(shape, (np.float32, np.int16)[n % 3 == 0], n)
+    path = samples.save(tmp_path / "many.safetensors", arrays)
+    dims = {name: None for name, each in arrays.items() if not each.ndim}
+    dims |= {n: 1 if each.shape == (1, 5, 3) else 0 for n, each in arrays.items() if each.ndim}
+    columns = {name: -1 for name, each in arrays.items() if each.ndim}  # Not all lie so.
+    for cuts in (dims, columns, {name: dims[name] for name in [*arrays][::2]}):
+        parts = [mfload.load(path, framework, shardings=cuts, shard=(rank, 3)) for rank in range(3)]
+        for rank, part in enumerate(parts):
+            assert part.keys() == arrays.keys()
+            for name, whole in arrays.items():
+                like = chunk(whole, cuts.get(name), rank, 3)
+                assert to_numpy(part[name]) == (like.shape, like.tobytes())
+
+
+def test_some_of_many_small_tensors(tmp_path: Path) -> None:
+    """Runs at equal distances, in the file and in memory."""
+    for sizes in ([3], [3, 1], [64, 64, 64, 7], [5000], [1, 40_000]):
+        arrays = {
+            f"t{n:04}": samples.numbers((sizes[n % len(sizes)],), np.uint8, n) for n in range(1500)
+        }
+        path = samples.save(tmp_path / f"{len(sizes)}-{sizes[0]}.safetensors", arrays)
+        for step in (2, 3, 7):
+            names = [*arrays][1::step]
+            samples.assert_same(
+                mfload.load(path, "numpy", names=names), {n: arrays[n] for n in names}
+            )
+            found = mfload.load(path, "jax", names=names)
+            assert all(np.array_equal(found[name], arrays[name]) for name in names)
+
+
 FIVE = np.arange(15, dtype=np.float32).reshape(5, 3)
 
 

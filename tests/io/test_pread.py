@@ -65,8 +65,9 @@ def test_short_reads_are_taken_up_again(
 def test_a_vector_may_be_longer_than_the_system_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Every other tensor, each a byte: the gaps are read over in the same vector.
-    arrays = {f"t{n:05}": samples.numbers((3,), np.uint8, n) for n in range(3000)}
+    # Every other tensor, of 1 or 3 bytes in turns: the gaps are read over in the same vector.
+    sizes = [1 + n // 2 % 2 * 2 for n in range(3000)]
+    arrays = {f"t{n:05}": samples.numbers((size,), np.uint8, n) for n, size in enumerate(sizes)}
     path = samples.save(tmp_path / "many.safetensors", arrays)
     reads = watch.spy(monkeypatch)
     names = [name for name in arrays if int(name[1:]) % 2]
