@@ -6,7 +6,6 @@ little for `stalled` seconds is given up.
 
 from __future__ import annotations
 
-import http.client
 import json
 import random
 import socket
@@ -20,12 +19,10 @@ from mfload import errors
 from mfload.formats import strict_json
 from mfload.peer.security import Tls, split_address
 from mfload.sources import client as clients
-from mfload.sources.client import Answer, Limits
-from mfload.sources.tls import mismatch
+from mfload.sources.client import BROKEN, Answer, Limits
 
 T = TypeVar("T")
 
-_BROKEN = (OSError, http.client.HTTPException)
 _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
 _IDLE = 32  # Connections that wait, at most.
@@ -174,7 +171,7 @@ class Client:
                 return read(answer)
         except errors.MfloadError:
             raise
-        except _BROKEN as error:
+        except BROKEN as error:
             raise self._broken(error) from error
 
     def _refuse(self, answer: Answer) -> NoReturn:
@@ -188,8 +185,10 @@ class Client:
         raise kind(what, file=self.name, found=found)
 
     def _broken(self, error: Exception) -> errors.SourceError:
-        if not self._answered and (other := self._other_scheme(error)):
-            return other
+        if not self._answered and (problem := self._client.mismatch(self._server, error)):
+            plain = self._server[0] == "http"
+            expected = "ca_file=, the certificates of its authority" if plain else "no ca_file="
+            return errors.SourceError(f"the peer {problem}", file=self.name, expected=expected)
         expected = None
         if isinstance(error, TimeoutError):
             what, found = "the peer stalls", "too little in the time that it has"
@@ -205,13 +204,3 @@ class Client:
             what, found = "the connection to the peer broke off", str(error) or type(error).__name__
         found = errors.shown(found, 160)
         return errors.ReadError(what, file=self.name, expected=expected, found=found)
-
-    def _other_scheme(self, error: Exception) -> errors.SourceError | None:
-        """The error of a peer that speaks TLS and was asked without it, or the reverse."""
-        scheme, host, port = self._server
-        plain = scheme == "http"
-        problem = mismatch(error, host, port, tls=not plain)
-        expected = "ca_file=, the certificates of its authority" if plain else "no ca_file="
-        if problem is None:
-            return None
-        return errors.SourceError(f"the peer {problem}", file=self.name, expected=expected)

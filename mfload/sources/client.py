@@ -26,10 +26,14 @@ from urllib.parse import unquote, urlsplit
 from mfload import errors
 from mfload.runtime import forget_in_forks
 from mfload.sources.timed import Timed
-from mfload.sources.tls import Tls
+from mfload.sources.tls import Tls, mismatch
 
 Server = tuple[str, str, int]
 """Scheme, host and port."""
+
+# `http.client` raises a ValueError for a chunk of a negative size.
+BROKEN = (OSError, http.client.HTTPException, ValueError)
+"""What a broken connection or a malformed answer raises."""
 
 _INTERIM = 100  # Answers before the final one, at most.
 _PIECE = 1 << 20  # What a timeout may lose of what has come.
@@ -168,14 +172,8 @@ class Answer(http.client.HTTPResponse):
 
     def fill(self, views: deque[memoryview], nbytes: int) -> None:
         """Receives so many bytes into buffers; those that are full leave the queue."""
-        while nbytes > 0:
-            got = self.readinto(views[0][: min(nbytes, _PIECE)])
-            if not got:
-                raise http.client.IncompleteRead(b"", nbytes)
-            nbytes -= got
-            views[0] = views[0][got:]
-            if not views[0]:
-                views.popleft()
+        if left := nbytes - fill(views, nbytes, self.readinto):
+            raise http.client.IncompleteRead(b"", left)
 
     def close(self) -> None:
         """Ends it."""
@@ -183,6 +181,17 @@ class Answer(http.client.HTTPResponse):
         super().close()
         at_end, self.at_end = self.at_end, bool
         at_end(whole)
+
+
+def fill(views: deque[memoryview], nbytes: int, read_into: Callable[[Any], int]) -> int:
+    """Fills buffers, and takes those that are full from the queue; returns the bytes that came."""
+    left = nbytes
+    while left and views and (got := read_into(views[0][: min(left, _PIECE)])):
+        left -= got
+        views[0] = views[0][got:]
+        if not views[0]:
+            views.popleft()
+    return nbytes - left
 
 
 def on_this_machine(connection: socket.socket) -> bool:
@@ -236,7 +245,7 @@ class Client:
         """The answer to a request, whose bytes have not come yet; redirects are not followed.
 
         Raises:
-            OSError, http.client.HTTPException, ValueError: The connection or the answer is broken.
+            One of `BROKEN`: The connection or the answer is broken.
             UsageError: As `proxy_of` and `Tls.context`.
         """
         closed, connection = self._closed, self._take(server) or self._connect(server)
@@ -281,6 +290,16 @@ class Client:
         finally:
             self._idle.append((server, connection))
 
+    def mismatch(self, server: Server, error: Exception) -> str | None:
+        """What is wrong where a connection broke off since only one side speaks TLS; else None."""
+        if self.proxy(server) is not None:  # It alone may reach the server.
+            return None
+        return mismatch(error, *server[1:], tls=server[0] == "https")
+
+    def proxy(self, server: Server) -> Proxy | None:
+        """The proxy that leads to a server; raises UsageError as `proxy_of`."""
+        return proxy_of(*server) if self._proxies else None
+
     def close(self) -> None:
         """Closes the connections that wait; those in use, at the end of their answers."""
         self._closed += 1
@@ -300,7 +319,7 @@ class Client:
 
     def _connect(self, server: Server) -> http.client.HTTPConnection:
         scheme, host, port = server
-        proxy = proxy_of(scheme, host, port) if self._proxies else None
+        proxy = self.proxy(server)
         if scheme == "http" and proxy is not None:
             name = f"[{host}]" if ":" in host else host
             return _Forwarded(proxy, f"http://{name}" + (f":{port}" if port != 80 else ""))

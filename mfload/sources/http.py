@@ -8,6 +8,7 @@ size. Whatever breaks off is taken up again at the byte, a few times and after a
 from __future__ import annotations
 
 import http.client
+import io
 import posixpath
 import random
 import re
@@ -25,8 +26,8 @@ from urllib.parse import quote, urljoin, urlsplit
 from mfload import errors
 from mfload.load_options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
-from mfload.sources.client import Answer, Client, Limits, from_netrc, proxy_of
-from mfload.sources.tls import Tls, mismatch
+from mfload.sources.client import BROKEN, Answer, Client, Limits, fill, from_netrc
+from mfload.sources.tls import Tls
 
 T = TypeVar("T")
 
@@ -54,8 +55,6 @@ _RANGE = re.compile(r"bytes[ =]+(\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.IGNOREC
 _TUNNEL = re.compile(r"Tunnel connection failed: (?=(\d+))")
 _PLAIN = re.compile(r"[!-~]+")
 _SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
-# `http.client` raises a ValueError for a chunk of a negative size.
-_BROKEN = (OSError, http.client.HTTPException, ValueError)
 # Not encodings of what is stored: S3 keeps the first from an upload, others name a charset.
 _PLAIN_CONTENT = {"", "identity", "aws-chunked", "utf-8", "binary"}
 _PLAIN_BODY = ("Content-Encoding", _PLAIN_CONTENT), ("Transfer-Encoding", {"", "chunked"})
@@ -242,15 +241,8 @@ class HttpSource:
 
         What lies behind a header is asked for once, and held until it is read.
         """
-        head = memoryview(self._head)[offset:]
-        taken = 0
-        while views and taken < len(head):
-            part = head[taken : taken + views[0].nbytes]
-            views[0][: len(part)] = part
-            views[0] = views[0][len(part) :]
-            taken += len(part)
-            if not views[0]:
-                views.popleft()
+        head = self._head[offset:]
+        taken = fill(views, len(head), io.BytesIO(head).readinto)
         if taken:
             self.unchecked = True
             if taken == len(head):
@@ -383,7 +375,7 @@ class HttpHandle(ClosedAtEnd):
                 return step()
             except errors.MfloadError:
                 raise
-            except _BROKEN as error:
+            except BROKEN as error:
                 tries = 1 if came() - before >= _PROGRESS else tries + 1
                 if tries == 1 and not came():
                     self._check_scheme(error)
@@ -394,7 +386,7 @@ class HttpHandle(ClosedAtEnd):
                 after = getattr(error, "after", 0)
                 if tries >= TRIES or final or after > self._source.patience:
                     unknown = isinstance(error, ssl.SSLCertVerificationError)
-                    proxy = proxy_of(*self._source.target[:3])
+                    proxy = self._source.client.proxy(self._source.target[:3])
                     through = "" if proxy is None else f" through the proxy {proxy}"
                     raise errors.ReadError(
                         f"could not read from the server{through}: {self._reason(error)}",
@@ -407,10 +399,8 @@ class HttpHandle(ClosedAtEnd):
 
     def _check_scheme(self, error: Exception) -> None:
         """Raises SourceError if the server speaks TLS and the URL does not, or the reverse."""
-        scheme, host, port, _ = self._source.target
-        if proxy_of(scheme, host, port) is not None:  # It alone may reach the server.
-            return
-        if problem := mismatch(error, host, port, tls=scheme == "https"):
+        scheme, host = self._source.target[:2]
+        if problem := self._source.client.mismatch(self._source.target[:3], error):
             raise errors.SourceError(
                 f"the server {problem}",
                 file=self._source.name,
