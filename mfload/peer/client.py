@@ -6,33 +6,26 @@ little for `stalled` seconds is given up.
 
 from __future__ import annotations
 
-import http.client
-import io
-import ipaddress
 import json
 import random
 import socket
 import ssl
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from mfload import errors
 from mfload.formats import strict_json
 from mfload.peer.security import Tls, split_address
-from mfload.peer.timed import Timed
-from mfload.runtime import forget_in_forks
-from mfload.sources.tls import mismatch
+from mfload.sources import client as clients
+from mfload.sources.client import BROKEN, Answer, Limits
 
 T = TypeVar("T")
 
-_BROKEN = (OSError, http.client.HTTPException)
 _LEAST = 64 << 10  # Bytes that must come within the seconds of `stalled`.
 _ANSWER = 10.0  # Seconds for a whole answer that is not data.
+_IDLE = 32  # Connections that wait, at most.
 _HELD_UP = 6.0  # Times `stalled` that a program of this machine has to begin an answer.
 _PATIENCE = 60.0  # Seconds that one waits for its turn at a server which is busy.
 _PAUSES = 0.05, 1.0  # Between two tries: at first, and at most.
@@ -45,17 +38,6 @@ _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     410: (errors.SourceChangedError, "the seed has another generation now"),
     503: (errors.ReadError, _BUSY),
 }
-
-
-class _Response(http.client.HTTPResponse):
-    """An answer whose head has to come within `stalled` seconds."""
-
-    def __init__(self, sock: Any, *args: Any, stalled: float, **more: Any) -> None:
-        super().__init__(sock, *args, **more)
-        self.timed = Timed(sock, self.fp.detach())
-        self.patience = stalled * (_HELD_UP if _own(sock) else 1)
-        self.timed.allow(self.patience)
-        self.fp = io.BufferedReader(self.timed)
 
 
 class Client:
@@ -82,14 +64,12 @@ class Client:
     ) -> None:
         self._patience = _PATIENCE if patience is None else patience
         self.address, self.name, self.stalled = address, name or address, stalled
-        self._host = split_address(address)
-        self._headers, self._token = {"User-Agent": "mfload"}, token
+        self._server = ("http" if tls is None else "https", *split_address(address))
+        self._limits, self._answered = Limits(stalled, None, _HELD_UP), False
+        self._headers, self._token = {}, token
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
-        self._context = None if tls is None else tls.context(server=False)
-        self._idle: deque[http.client.HTTPConnection] = deque()
-        forget_in_forks(self)
-        weakref.finalize(self, _close, self._idle)
+        self._client = clients.Client(tls or Tls(), _IDLE, proxies=False)
 
     def json(
         self,
@@ -111,16 +91,11 @@ class Client:
         data = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
 
-        def read(response: _Response) -> bytes:
-            response.timed.allow(response.patience, limit, least=_LEAST, total=seconds)
-            if (response.length or 0) > limit:
+        def read(answer: Answer) -> bytes:
+            answer.timed.allow(answer.patience, limit, least=_LEAST, total=seconds)
+            if (answer.length or 0) > limit:
                 raise BufferError
-            parts: list[bytes] = []
-            while part := response.read1(64 << 10):
-                parts.append(part)
-            if response.length:  # `read1` takes the end of a connection for that of the answer.
-                raise http.client.IncompleteRead(b"", response.length)
-            return b"".join(parts)
+            return answer.read()
 
         try:
             text = self._ask(method, path, data, headers, (200, 201, 204), read)
@@ -135,49 +110,31 @@ class Client:
 
         Raises SourceError if the server can't be reached, refuses, or stalls.
         """
-        views = [memoryview(each).cast("B") for each in vector if each.nbytes]
+        views = deque(memoryview(each).cast("B") for each in vector if each.nbytes)
         wanted = sum(each.nbytes for each in views)
         headers = {"Range": f"bytes={offset}-{offset + wanted - 1}"}
 
-        def read(response: _Response) -> None:
-            response.timed.allow(self.stalled, least=_LEAST)
-            told = str(response.getheader("Content-Range"))
+        def read(answer: Answer) -> None:
+            answer.timed.allow(self.stalled, least=_LEAST)
+            told = str(answer.getheader("Content-Range"))
             expected = f"bytes {offset}-{offset + wanted - 1}/"
-            if response.length != wanted or not told.startswith(expected):
+            if answer.length != wanted or not told.startswith(expected):
                 what = "the peer sends another range than it was asked for"
-                found = f"{errors.amount(response.length)}, {errors.shown(told, 80)}"
+                found = f"{errors.amount(answer.length)}, {errors.shown(told, 80)}"
                 expected = f"{errors.amount(wanted)}, {expected}…"
                 raise errors.ReadError(what, file=self.name, expected=expected, found=found)
-            for view in views:
-                at = 0
-                while at < view.nbytes:
-                    got = response.readinto(view[at:])
-                    if not got:
-                        raise http.client.IncompleteRead(b"", view.nbytes - at)
-                    at += got
+            answer.fill(views, wanted)
 
         if wanted:
             self._ask("GET", path, None, headers, (206,), read)
 
     def ends(self) -> tuple[Any, Any] | None:
         """Host and port of both ends, this one first, of a connection that waits."""
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            return None
-        try:
-            return connection.sock.getsockname(), connection.sock.getpeername()
-        except (AttributeError, OSError):
-            return None  # The server closed it.
-        finally:
-            self._idle.append(connection)
+        return self._client.waiting(self._server)
 
     def close(self) -> None:
         """Closes the connections that wait."""
-        _close(self._idle)
-
-    forget = close
-    """In a fork they are the parent's."""
+        self._client.close()
 
     def _ask(self, method: str, *given: Any) -> Any:
         """Makes a request; what only reads, again if the server is busy or drops the connection."""
@@ -201,74 +158,37 @@ class Client:
         body: bytes | None,
         headers: dict[str, str],
         fine: tuple[int, ...],
-        read: Callable[[Any], T],
+        read: Callable[[Answer], T],
     ) -> T:
-        connection, kept = self._connection()
         try:
-            try:
-                response = self._send(connection, method, path, body, headers)
-            except ConnectionError:
-                if not kept:
-                    raise
-                connection.close()  # The server may have closed it meanwhile.
-                response = self._send(connection, method, path, body, headers)
-            if response.status not in fine:
-                self._refuse(response)
-            found = read(response)
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, _BROKEN) and not isinstance(error, errors.MfloadError):
-                raise self._broken(error, kept) from error
+            headers = {**self._headers, **headers}
+            with self._client.ask(
+                self._server, path, headers, self._limits, method=method, body=body
+            ) as answer:
+                self._answered = True
+                if answer.status not in fine:
+                    self._refuse(answer)
+                return read(answer)
+        except errors.MfloadError:
             raise
-        whole = response.isclosed() or not response.length
-        response.close()
-        if whole:
-            self._idle.append(connection)
-        else:
-            connection.close()
-        return found
+        except BROKEN as error:
+            raise self._broken(error) from error
 
-    def _send(
-        self,
-        connection: http.client.HTTPConnection,
-        method: str,
-        path: str,
-        body: bytes | None,
-        headers: dict[str, str],
-    ) -> Any:
-        if connection.sock is not None:
-            connection.sock.settimeout(self.stalled)
-        connection.request(method, path, body, {**self._headers, **headers})
-        return connection.getresponse()
-
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
-        try:
-            return self._idle.pop(), True
-        except IndexError:
-            host, port = self._host
-        made: http.client.HTTPConnection
-        if self._context is None:
-            made = http.client.HTTPConnection(host, port, timeout=self.stalled)
-        else:
-            made = http.client.HTTPSConnection(
-                host, port, timeout=self.stalled, context=self._context
-            )
-        made.response_class = partial(_Response, stalled=self.stalled)  # pyright: ignore
-        return made, False
-
-    def _refuse(self, response: http.client.HTTPResponse) -> None:
+    def _refuse(self, answer: Answer) -> NoReturn:
         kind, what = _REFUSALS.get(
-            response.status, (errors.ReadError, "the peer refuses the request")
+            answer.status, (errors.ReadError, "the peer refuses the request")
         )
-        said = response.read(1024).decode("ascii", "replace")
+        said = answer.read(1024).decode("ascii", "replace")
         if self._token is not None:
             said = said.replace(self._token, "…")  # Some servers repeat what they were sent.
-        found = f"{response.status} {errors.shown(said, 160)}".strip()
+        found = f"{answer.status} {errors.shown(said, 160)}".strip()
         raise kind(what, file=self.name, found=found)
 
-    def _broken(self, error: Exception, kept: bool) -> errors.SourceError:
-        if not kept and (other := self._other_scheme(error)):
-            return other
+    def _broken(self, error: Exception) -> errors.SourceError:
+        if not self._answered and (problem := self._client.mismatch(self._server, error)):
+            plain = self._server[0] == "http"
+            expected = "ca_file=, the certificates of its authority" if plain else "no ca_file="
+            return errors.SourceError(f"the peer {problem}", file=self.name, expected=expected)
         expected = None
         if isinstance(error, TimeoutError):
             what, found = "the peer stalls", "too little in the time that it has"
@@ -284,27 +204,3 @@ class Client:
             what, found = "the connection to the peer broke off", str(error) or type(error).__name__
         found = errors.shown(found, 160)
         return errors.ReadError(what, file=self.name, expected=expected, found=found)
-
-    def _other_scheme(self, error: Exception) -> errors.SourceError | None:
-        """The error of a peer that speaks TLS and was asked without it, or the reverse."""
-        plain = self._context is None
-        problem = mismatch(error, *self._host, tls=not plain)
-        expected = "ca_file=, the certificates of its authority" if plain else "no ca_file="
-        if problem is None:
-            return None
-        return errors.SourceError(f"the peer {problem}", file=self.name, expected=expected)
-
-
-def _own(connection: socket.socket) -> bool:
-    """Whether the other end is on this machine."""
-    try:
-        here, there = (each()[0] for each in (connection.getsockname, connection.getpeername))
-        return here == there or ipaddress.ip_address(there.split("%")[0]).is_loopback
-    except (OSError, ValueError):  # It broke off, or has no address of the internet.
-        return False
-
-
-def _close(idle: deque[http.client.HTTPConnection]) -> None:
-    with suppress(IndexError):  # Other threads may take the last one.
-        while True:
-            idle.pop().close()

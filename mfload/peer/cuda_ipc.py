@@ -39,9 +39,9 @@ from mfload.peer import memfd
 from mfload.peer.data import Data, cut, flat, take
 from mfload.peer.http import HttpWay
 from mfload.peer.planner import here
-from mfload.peer.timed import Timed
 from mfload.peer.transports import Offer, Remote
 from mfload.sources.base import Costs
+from mfload.sources.timed import Timed
 
 _HANDLE = 64  # Bytes of a handle.
 _LENGTH = struct.Struct("<Q")

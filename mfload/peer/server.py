@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.peer.security import Tls, check_exposure, join_address, split_address
-from mfload.peer.timed import Timed
 from mfload.runtime import forget_in_forks, start
+from mfload.sources.timed import Timed
 
 FIRST, IDLE = 1.0, 30.0
 """Seconds that a connection has for the head of its first and of its next request."""

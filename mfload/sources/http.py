@@ -8,6 +8,7 @@ size. Whatever breaks off is taken up again at the byte, a few times and after a
 from __future__ import annotations
 
 import http.client
+import io
 import posixpath
 import random
 import re
@@ -16,8 +17,8 @@ import ssl
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, NoReturn, TypeVar
 from urllib.parse import quote, urljoin, urlsplit
@@ -25,8 +26,8 @@ from urllib.parse import quote, urljoin, urlsplit
 from mfload import errors
 from mfload.options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
-from mfload.sources.connections import Pool, from_netrc, proxy_of
-from mfload.sources.tls import Tls, mismatch
+from mfload.sources.client import BROKEN, Answer, Client, Limits, fill, from_netrc
+from mfload.sources.tls import Tls
 
 T = TypeVar("T")
 
@@ -43,7 +44,6 @@ TRIES = 5
 """Tries in a row that bring next to nothing, after which a read fails."""
 
 _PROGRESS = 64 << 10  # Bytes after which tries are counted anew.
-_PIECE = 1 << 20  # What a timeout may lose of what has come.
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # Seconds before the second try, doubled each time.
 _HEAD = 64 << 10  # Bytes of the first answer: most headers are shorter.
 _REDIRECTS = 5
@@ -55,8 +55,6 @@ _RANGE = re.compile(r"bytes[ =]+(\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.IGNOREC
 _TUNNEL = re.compile(r"Tunnel connection failed: (?=(\d+))")
 _PLAIN = re.compile(r"[!-~]+")
 _SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
-# `http.client` raises a ValueError for a chunk of a negative size.
-_BROKEN = (OSError, http.client.HTTPException, ValueError)
 # Not encodings of what is stored: S3 keeps the first from an upload, others name a charset.
 _PLAIN_CONTENT = {"", "identity", "aws-chunked", "utf-8", "binary"}
 _PLAIN_BODY = ("Content-Encoding", _PLAIN_CONTENT), ("Transfer-Encoding", {"", "chunked"})
@@ -170,15 +168,16 @@ class HttpSource:
         version: Version | None = None,
     ) -> None:
         self.name, self.patience = redacted(url), PATIENCE if timeout is None else timeout
-        self.stalled = min(STALLED, self.patience)
+        self.limits = Limits(min(STALLED, self.patience))
         self.first = self.target = Target.of(url)
         self.headers = {name.title(): value for name, value in headers}
         if "Authorization" not in self.headers:
             self.headers |= from_netrc(self.first.host)
-        self.pool = _pools.setdefault((*self.first[:3], tls), Pool(tls, COSTS.concurrency or 0))
+        self.client = _clients.setdefault(
+            (*self.first[:3], tls), Client(tls, COSTS.concurrency or 0)
+        )
         self._given, self._version, self._head = (url, headers, timeout, tls), version, b""
         self.whole = 0  # The size, of a server that does not say it beside a range.
-        self.keeps = True
         self._others = dict[str, dict[str, str]]()  # Headers for hosts that redirects lead to.
         self.unchecked = False  # Whether the file may have changed within an answer.
         # Whether it is one of several files. Its data is requested from the URL itself: where a
@@ -227,31 +226,23 @@ class HttpSource:
         return bytes(data)
 
     def open(self, flags: int = 0) -> HttpHandle:
-        """A connection for one thread; it is made when it is needed."""
+        """What reads for one thread; the server is asked when something is read."""
         del flags
         return HttpHandle(self)
 
     def keep(self, keeps: bool) -> None:
         """At the checkpoint's end, forgets the first bytes, and closes connections that wait."""
-        self.keeps = keeps
         if not keeps:
             self._head = b""
-            self.pool.close()
+            self.client.close()
 
     def take(self, views: deque[memoryview], offset: int) -> int:
         """Fills buffers with what the first answer held from an offset on; returns the bytes.
 
         What lies behind a header is asked for once, and held until it is read.
         """
-        head = memoryview(self._head)[offset:]
-        taken = 0
-        while views and taken < len(head):
-            part = head[taken : taken + views[0].nbytes]
-            views[0][: len(part)] = part
-            views[0] = views[0][len(part) :]
-            taken += len(part)
-            if not views[0]:
-                views.popleft()
+        head = self._head[offset:]
+        taken = fill(views, len(head), io.BytesIO(head).readinto)
         if taken:
             self.unchecked = True
             if taken == len(head):
@@ -314,16 +305,12 @@ class HttpSource:
 
 
 class HttpHandle(ClosedAtEnd):
-    """Reads ranges for one thread (see `Handle`), over a connection that is kept."""
+    """Reads ranges for one thread (see `Handle`), over connections of its source's client."""
 
     fd = -1
 
     def __init__(self, source: HttpSource) -> None:
         self._source = source
-        self._connection: http.client.HTTPConnection | None = None
-        self._response: http.client.HTTPResponse | None = None
-        self._server: tuple[Any, ...] = ()
-        self._came = 0
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector by one request, and by more if it breaks off."""
@@ -337,69 +324,60 @@ class HttpHandle(ClosedAtEnd):
 
     def fill(self, views: deque[memoryview], offset: int, stop: int) -> None:
         """Asks for a range, and fills buffers with it."""
-        self._came = 0
+        end = offset + sum(view.nbytes for view in views)
+
+        def came() -> int:
+            return end - sum(view.nbytes for view in views) - offset
 
         def step() -> None:
-            response = self._ask(offset + self._came, stop - 1)
-            while (left := stop - offset - self._came) > 0:
-                got = response.readinto(views[0][: min(left, _PIECE)])
-                if not got:
-                    raise http.client.IncompleteRead(b"", left)
-                self._came += got
-                views[0] = views[0][got:]
-                if not views[0]:
-                    views.popleft()
-            self._end(response)
+            with self._asked(start := offset + came(), stop - 1) as answer:
+                answer.fill(views, stop - start)
 
         if stop > offset:
-            self._persist(step)
+            self._persist(step, came)
         self._source.unchecked |= stop - offset > _HEAD
 
     def first_answer(self) -> tuple[Version, bytes]:
         """The version of the file, and its first bytes."""
 
         def step() -> tuple[Version, bytes]:
-            response = self._ask(0, _HEAD - 1, opening=True)
-            if response.getheader("Content-Range", "").strip().endswith("/*"):
-                self._drop()
-                self._source.whole = self._whole()
-                response = self._ask(0, _HEAD - 1, opening=True)
-            if response.status != 206:  # An empty file has no range.
-                self._drop()
-                return Version(_validator(response) or "", 0), b""
-            version, nbytes = self._version(response, 0, _HEAD - 1)
-            head = response.read(nbytes)
-            if len(head) < nbytes:
-                raise http.client.IncompleteRead(head, nbytes - len(head))
-            self._end(response)
-            return version, head
+            with self._asked(0, _HEAD - 1, opening=True) as answer:
+                if not _span(answer).endswith("/*"):
+                    return self._opened(answer)
+            self._source.whole = self._whole()
+            with self._asked(0, _HEAD - 1, opening=True) as answer:
+                return self._opened(answer)
 
         return self._persist(step)
 
+    def _opened(self, answer: Answer) -> tuple[Version, bytes]:
+        if answer.status != 206:  # An empty file has no range.
+            return Version(_validator(answer) or "", 0), b""
+        version, nbytes = self._version(answer, 0, _HEAD - 1)
+        head = bytearray(nbytes)
+        answer.fill(deque([memoryview(head)]), nbytes)
+        return version, bytes(head)
+
     def _whole(self) -> int:
         """The size of the file, by an answer that is left before its bytes."""
-        response = self._response = self._send(self._source.target, None)
-        size = response.length
-        self._drop()
-        if response.status != 200 or size is None:
-            what = "the server does not say how long the file is: download it first"
-            raise errors.SourceError(what, file=self._source.name, expected="Content-Length")
-        return size
+        with self._send(self._source.target, None) as answer:
+            if answer.status != 200 or answer.length is None:
+                what = "the server does not say how long the file is: download it first"
+                raise errors.SourceError(what, file=self._source.name, expected="Content-Length")
+            return answer.length
 
-    def _persist(self, step: Callable[[], T]) -> T:
-        """Calls a step until it ends, as long as tries bring anything."""
+    def _persist(self, step: Callable[[], T], came: Callable[[], int] = int) -> T:
+        """Calls a step until it ends, as long as tries bring anything; `came` counts the bytes."""
         tries = 0
         while True:
-            came = self._came
+            before = came()
             try:
                 return step()
             except errors.MfloadError:
-                self._drop()
                 raise
-            except _BROKEN as error:
-                self._drop()
-                tries = 1 if self._came - came >= _PROGRESS else tries + 1
-                if tries == 1 and not self._came:
+            except BROKEN as error:
+                tries = 1 if came() - before >= _PROGRESS else tries + 1
+                if tries == 1 and not came():
                     self._check_scheme(error)
                 final = isinstance(error, ssl.SSLCertVerificationError | http.client.InvalidURL)
                 if isinstance(error, socket.gaierror):
@@ -408,7 +386,7 @@ class HttpHandle(ClosedAtEnd):
                 after = getattr(error, "after", 0)
                 if tries >= TRIES or final or after > self._source.patience:
                     unknown = isinstance(error, ssl.SSLCertVerificationError)
-                    proxy = proxy_of(*self._source.target[:3])
+                    proxy = self._source.client.proxy(self._source.target[:3])
                     through = "" if proxy is None else f" through the proxy {proxy}"
                     raise errors.ReadError(
                         f"could not read from the server{through}: {self._reason(error)}",
@@ -418,16 +396,11 @@ class HttpHandle(ClosedAtEnd):
                     ) from error
                 pause = _PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5)
                 time.sleep(max(min(pause, _LONGEST_PAUSE), after))
-            except BaseException:
-                self._drop()
-                raise
 
     def _check_scheme(self, error: Exception) -> None:
         """Raises SourceError if the server speaks TLS and the URL does not, or the reverse."""
-        scheme, host, port, _ = self._source.target
-        if proxy_of(scheme, host, port) is not None:  # It alone may reach the server.
-            return
-        if problem := mismatch(error, host, port, tls=scheme == "https"):
+        scheme, host = self._source.target[:2]
+        if problem := self._source.client.mismatch(self._source.target[:3], error):
             raise errors.SourceError(
                 f"the server {problem}",
                 file=self._source.name,
@@ -437,7 +410,7 @@ class HttpHandle(ClosedAtEnd):
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
-            return f"no byte came for {self._source.stalled:g} s"
+            return f"no byte came for {self._source.limits.stalled:g} s"
         if isinstance(error, http.client.IncompleteRead):
             return "the connection ended before the data"
         if refused := _TUNNEL.match(str(error)):  # What follows may be what the proxy was sent.
@@ -445,66 +418,53 @@ class HttpHandle(ClosedAtEnd):
         text = getattr(error, "strerror", None) or str(error)  # It may quote the server.
         return errors.shown(text, 100) or type(error).__name__
 
-    def _ask(self, first: int, last: int, *, opening: bool = False) -> http.client.HTTPResponse:
+    @contextmanager
+    def _asked(self, first: int, last: int, *, opening: bool = False) -> Generator[Answer]:
         """The answer to a request for a range, whose head is checked (see `_version`)."""
+        source = self._source
+        with self._found(f"bytes={first}-{last}") as answer:
+            span = _span(answer)
+            said = _RANGE.fullmatch(span)
+            if answer.status == 200 and said and int(said[2]) <= last:
+                answer.status = 206  # Of a server that does as it is asked, and says OK.
+            empty = span.lower() == "bytes */0" or (answer.status, answer.length) == (200, 0)
+            if answer.status == 206:
+                if not opening:
+                    version, _ = self._version(answer, first, last)
+                    if version != source.identity:
+                        self._changed(version)
+            elif not (opening and empty):
+                self._refuse(answer, opening)
+            yield answer
+
+    def _found(self, span: str) -> Answer:
+        """The answer from where redirects lead to."""
         source, target, followed = self._source, self._source.target, 0
         while True:
-            response = self._response = self._send(target, f"bytes={first}-{last}")
-            if response.status in _MOVED:
-                self._drop()
+            answer = self._send(target, span)
+            if answer.status in _MOVED:
+                answer.close()
                 followed += 1
                 if followed > _REDIRECTS:
                     what = f"the server redirects more than {_REDIRECTS} times"
                     raise errors.SourceError(what, file=source.name)
-                target = source.follow(target, response.getheader("Location"))
-            elif response.status in _EXPIRED and target != source.first and not followed:
-                # A redirect led to a URL that is valid for a while.
-                self._drop()
+                target = source.follow(target, answer.getheader("Location"))
+            elif answer.status in _EXPIRED and target != source.first and not followed:
+                answer.close()  # A redirect led to a URL that is valid for a while.
                 target = source.first
             else:
-                break
-        span = response.getheader("Content-Range", "").strip()
-        said = _RANGE.fullmatch(span)
-        if response.status == 200 and said and int(said[2]) <= last:
-            response.status = 206  # Of a server that does as it is asked, and says OK.
-        empty = span.lower() == "bytes */0" or (response.status, response.length) == (200, 0)
-        if response.status == 206:
-            if not opening:
-                version, _ = self._version(response, first, last)
-                if version != source.identity:
-                    self._changed(version)
-        elif not (opening and empty):
-            self._refuse(response, opening)
-        return response
+                return answer
 
-    def _send(self, target: Target, span: str | None) -> http.client.HTTPResponse:
-        source, server = self._source, target[:3]
-        if self._connection is not None and self._server != server:
-            self._drop()
-        connection = self._connection or source.pool.take(server) or source.pool.connect(*server)
-        self._connection, self._server = connection, server
-        connection.timeout = source.stalled  # Another source may have made it.
-        if connection.sock is not None:
-            connection.sock.settimeout(source.stalled)
-        headers = {"User-Agent": "mfload"} | ({} if span is None else {"Range": span})
-        headers |= source.headers_for(target)
-        while True:
-            kept = connection.sock is not None
-            try:
-                connection.request("GET", target.path, headers=headers)
-                return connection.getresponse()
-            except ConnectionError:
-                if not kept:  # Else the server may have closed it meanwhile.
-                    raise
-                connection.close()
+    def _send(self, target: Target, span: str | None) -> Answer:
+        source, ranges = self._source, {} if span is None else {"Range": span}
+        headers = ranges | source.headers_for(target)
+        return source.client.ask(target[:3], target.path, headers, source.limits)
 
-    def _version(
-        self, response: http.client.HTTPResponse, first: int, last: int
-    ) -> tuple[Version, int]:
+    def _version(self, answer: Answer, first: int, last: int) -> tuple[Version, int]:
         """The version of the file, and bytes in the answer, which must be those asked for."""
-        name, found = self._source.name, response.getheader("Content-Range", "no Content-Range")
+        name, found = self._source.name, answer.getheader("Content-Range", "no Content-Range")
         for header, plain in _PLAIN_BODY:
-            encoding = response.getheader(header, "")
+            encoding = answer.getheader(header, "")
             if not plain.issuperset(each.strip() for each in encoding.lower().split(",")):
                 what = "the server sends encoded bytes"
                 raise errors.ReadError(what, file=name, expected=f"no {header}", found=encoding)
@@ -515,10 +475,10 @@ class HttpHandle(ClosedAtEnd):
         if not match or (int(match[1]), int(match[2])) != (first, stop - 1):
             what = "the server sends another range than it was asked for"
             raise errors.ReadError(what, file=name, expected=f"bytes {first}-{last}", found=found)
-        if response.length not in (None, stop - first):
+        if answer.length not in (None, stop - first):
             what = "the server sends another number of bytes than its range has"
-            raise errors.ReadError(what, file=name, expected=stop - first, found=response.length)
-        validator = _validator(response)
+            raise errors.ReadError(what, file=name, expected=stop - first, found=answer.length)
+        validator = _validator(answer)
         if validator is None:
             raise errors.SourceError(
                 "the server does not say which version of the file it sends: download it first",
@@ -535,15 +495,14 @@ class HttpHandle(ClosedAtEnd):
             found=found,
         )
 
-    def _refuse(self, response: http.client.HTTPResponse, opening: bool) -> NoReturn:
+    def _refuse(self, answer: Answer, opening: bool) -> NoReturn:
         """Raises the error of an answer without the bytes."""
-        status = response.status
+        status = answer.status
         if status == 400 and self._source.target.scheme == "http":  # So nginx answers to no TLS.
-            self._drop()
             self._check_scheme(ConnectionResetError())
         found = _status(status)
         if status in _BUSY:
-            raise _BusyError(found, response.getheader("Retry-After", ""))
+            raise _BusyError(found, answer.getheader("Retry-After", ""))
         if status == 416 and not opening:
             self._changed(f"an end before that range ({found})")
         if status in _GONE and not opening:
@@ -551,28 +510,6 @@ class HttpHandle(ClosedAtEnd):
         kind, what = _REFUSALS.get(status, (errors.SourceError, "the server refuses the request"))
         expected = "206 Partial Content" if status == 200 else None
         raise kind(what, file=self._source.name, expected=expected, found=found)
-
-    def _end(self, response: http.client.HTTPResponse) -> None:
-        """Ends an answer whose bytes have all come, so that its connection can be used again."""
-        if not response.isclosed():  # What follows the last chunk is not waited for.
-            self._drop()
-
-    def _drop(self) -> None:
-        # A response that ends with its connection holds the socket by itself.
-        for each in (self._response, self._connection):
-            if each is not None:
-                each.close()
-        self._response = self._connection = None
-
-    def close(self) -> None:
-        """Gives the connection back, for the next reader of this server."""
-        connection, self._connection = self._connection, None
-        if connection is None:
-            return
-        if self._source.keeps:
-            self._source.pool.give(self._server, connection)
-        else:  # A read that the checkpoint did not wait for: nothing would close it.
-            connection.close()
 
 
 class _BusyError(http.client.HTTPException):
@@ -589,13 +526,17 @@ class _BusyError(http.client.HTTPException):
         super().__init__(f"it answers {status}{asks}")
 
 
-# A pool lives as long as a source of its server does.
-_pools: weakref.WeakValueDictionary[tuple[Any, ...], Pool] = weakref.WeakValueDictionary()
+# A client, with its connections, lives as long as a source of its server does.
+_clients: weakref.WeakValueDictionary[tuple[Any, ...], Client] = weakref.WeakValueDictionary()
 
 
 def _status(number: int) -> str:
     return f"{number} {http.client.responses.get(number, '')}".rstrip()
 
 
-def _validator(response: http.client.HTTPResponse) -> str | None:
-    return response.getheader("ETag") or response.getheader("Last-Modified")
+def _validator(answer: Answer) -> str | None:
+    return answer.getheader("ETag") or answer.getheader("Last-Modified")
+
+
+def _span(answer: Answer) -> str:
+    return answer.getheader("Content-Range", "").strip()

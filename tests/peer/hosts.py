@@ -20,7 +20,7 @@ HOSTS = {"one": "10.77.0.1", "two": "10.77.0.2", "reader": "10.77.0.3"}
 READER = """
 import hashlib, json, os, sys, time
 import mfload
-from mfload.peer import timed
+from mfload.sources import timed
 url, given, more, wait = json.loads(sys.argv[1])
 came, receive = [0], timed.Timed.readinto
 def readinto(self, buffer):

@@ -10,7 +10,8 @@ from seeding import SeedProcess, options
 
 import mfload
 from mfload import errors
-from mfload.peer import client, connections
+from mfload.peer import connections
+from mfload.sources.client import on_this_machine
 
 
 @pytest.mark.parametrize(
@@ -66,4 +67,4 @@ def test_each_loopback_address_is_this_machine(address: str) -> None:
         socket.create_server((address, 0), family=family) as server,
         socket.create_connection(server.getsockname()[:2]) as reader,
     ):
-        assert client._own(reader)
+        assert on_this_machine(reader)

@@ -30,6 +30,7 @@ import mfload
 from mfload import errors
 from mfload.peer import checkpoint, client as clients, memfd
 from mfload.peer.server import Reply, Server
+from mfload.sources.timed import Timed
 
 SOON = 5.0  # Seconds; an answer has 6 times `stalled` to begin.
 
@@ -125,7 +126,7 @@ class TestKilledAndStopped:
     ) -> None:
         when: list[float] = []
         came, lock = [0], threading.Lock()
-        receive = clients.Timed.readinto
+        receive = Timed.readinto
 
         def readinto(timed: Any, buffer: Any) -> int:
             got = receive(timed, buffer)
@@ -136,7 +137,7 @@ class TestKilledAndStopped:
                     seed.send(number)
             return got
 
-        monkeypatch.setattr(clients.Timed, "readinto", readinto)
+        monkeypatch.setattr(Timed, "readinto", readinto)
         how = options("http", stalled=0.6)
         error = failing(lambda: mfload.load(seed.url, "numpy", options=how), when)
         assert isinstance(error, errors.ReadError | errors.SourceNotFoundError)
@@ -424,6 +425,13 @@ class TestOnTheWay:
             clients.Client(server.address).json("GET", "/")
         server.close()
 
+    def test_a_chunk_of_a_negative_size(self) -> None:
+        chunked = (("Transfer-Encoding", "chunked"), ("Connection", "close"))
+        server = Server("127.0.0.1:0", lambda _: Reply(200, (b"-5\r\n{}",), 6, headers=chunked))
+        with pytest.raises(errors.ReadError, match="broke off"):
+            clients.Client(server.address).json("GET", "/")
+        server.close()
+
     @pytest.mark.parametrize("drip", [b"a", b"HTTP/1.1 100 Continue\r\n\r\n", b"X: y\r\n"])
     def test_a_head_that_never_ends(self, drip: bytes) -> None:
         import socket
@@ -460,7 +468,8 @@ class TestOnTheWay:
 
 READER = """
     import os, sys, time, mfload
-    from mfload.peer import client, memfd, memory
+    from mfload.peer import memfd, memory
+    from mfload.sources.timed import Timed
     came = [0]
     def pausing(kind, name):
         call = getattr(kind, name)
@@ -473,7 +482,7 @@ READER = """
                 sys.stdin.readline()
             return got
         setattr(kind, name, called)
-    pausing(client.Timed, "readinto")
+    pausing(Timed, "readinto")
     pausing(memory.MemoryWay, "read")
     pausing(memfd.MemfdWay, "read")
     peer = mfload.PeerOptions(transports=sys.argv[2])

@@ -23,7 +23,7 @@ from serving import Server, own, refuse
 
 import mfload
 from mfload import errors
-from mfload.sources import connections, http
+from mfload.sources import client as connections, http
 
 SECRET = "s3cr3t"
 MODEL = {"w": np.arange(40_000, dtype=np.float32), "b": np.arange(5)}

@@ -28,6 +28,7 @@ from serving import Server, after, answer, cut, refuse, reset, stall
 import mfload
 from mfload import errors, sources
 from mfload.sources import http
+from mfload.sources.client import Limits
 
 SECRET = "s3cr3t"
 MODEL = {"w": np.arange(300_000, dtype=np.float32).reshape(300, 1000), "b": np.arange(5)}
@@ -502,20 +503,19 @@ class TestFaults:
         server.always = lambda each: stall_briefly(0.2)
         assert second.read(70_000, 1) == raw[70_000:70_001]
         assert len({each.connection for each in server.asked}) == 1
-        first.stalled = second.stalled = 0.05
+        second.limits = Limits(0.05)
         with pytest.raises(errors.ReadError, match=r"no byte came for 0\.05 s"):
             second.read(70_000, 1)
 
     def test_a_read_that_outlives_its_checkpoint_keeps_no_connection(self, server: Server) -> None:
         source = http.HttpSource(server.url())
+        where = source.target[:3], source.target.path, {"Range": "bytes=0-9"}, source.limits
         for kept in (1, 0):
-            with source.open() as handle:
-                handle.read([memoryview(bytearray(1))], 70_000)  # Past the first answer.
-                connection: Any = handle._connection
+            with source.client.ask(*where) as answer:
+                assert len(answer.read()) == 10
                 if not kept:
                     source.keep(False)
-            assert [each for _, each in source.pool._idle] == [connection] * kept
-            assert (connection.sock is None) == (not kept)
+            assert (source.client.waiting(where[0]) is not None) == bool(kept)
 
     def test_nothing_listens(self, server: Server) -> None:
         server.port = 1
