@@ -234,8 +234,14 @@ class _Rows:
         plain = selection is None and dtype is info.dtype
         plain = plain and stored is None and len(info.pieces) == len(wanted) == 1
         if plain:
-            ((buffer, at),) = self._place(wanted, numbers, (nbytes,), (start,))
-            if nbytes and numbers[0] not in self._near and self._is_read(buffer):
+            number = numbers[0]
+            if self._given is None:
+                where = self._allocations[number] if self._allocations else HOST
+                buffer, at = self._layout.place(wanted[0], nbytes, start, where)
+            else:
+                buffer, at = self._given[number]
+            self.places[number] = _new(Place, (wanted[0], buffer, at))
+            if nbytes and number not in self._near and self._is_read(buffer):
                 self._reads.run(source, start, nbytes, buffer, at)
             return
         kind = _kind(wanted, self._layout, self._kinds)

@@ -29,7 +29,6 @@ from mfload.trees.batches import LeafPart
 from mfload.trees.landing import Landing, Target
 from mfload.trees.recipe import Recipe, new_row
 
-
 _NEW = (-1,)  # Names no memory that is there.
 
 
