@@ -296,12 +296,7 @@ def load_into(
         stay = filling.finish(found, strict=asked.strict)
     except BaseException as error:
         if filling is not None and (begun := filling.begun):
-            error.add_note(
-                f"load_into was filling {counted(len(begun), 'tensor')} of the module in place "
-                f"({brief(begun)}): some may hold new values, others those from before; load "
-                "again, or make the module anew"
-            )
-            torn.mark(target, {*vars(target).get("mfload_torn", ()), *begun})
+            _tell_what_is_torn(target, begun, error)
         session.let_go(error)
         raise
     filled = {name for number in found.recipes for name in module.leaves[number].names}
@@ -319,6 +314,15 @@ def load_into(
             "The checkpoint has nothing for them, and the module can't be called before they are "
             "set; what it computes and does not save, its own code has to compute"
         )
+
+
+def _tell_what_is_torn(target: Any, begun: Sequence[str], error: BaseException) -> None:
+    error.add_note(
+        f"load_into was filling {counted(len(begun), 'tensor')} of the module in place "
+        f"({brief(begun)}): some may hold new values, others those from before; load "
+        "again, or make the module anew"
+    )
+    torn.mark(target, {*vars(target).get("mfload_torn", ()), *begun})
 
 
 def _check(module: Module, asked: Wishes) -> None:
