@@ -20,8 +20,8 @@ FETCHED = 256 << 10
 CONVERTER: Callable[[Any, Any], None] | None = None
 """A loaded framework's: fills one array with the numbers of another, both in C order."""
 
-# Rows of a slot that are transposed at once: 4096 x 1024 float32 take 4 to 8 ms, and 25 without (two
-# cores; 12 to 20 rows are alike, also of 1, 2 and 8 bytes).
+# Rows of a slot that are transposed at once: 4096 x 1024 float32 take 4 to 8 ms, and 25 without
+# (two cores; 12 to 20 rows are alike, also of 1, 2 and 8 bytes).
 _TILE = 16
 _WORTH_POPULATING = 64 << 10  # Of memory in small pages, which is not mfload's.
 # To map rows that lie so far apart, or fewer, takes more time than to read them.

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import time
@@ -41,9 +42,9 @@ def fill(
         from mfload.trees import modules
 
         kind = importlib.import_module(f"mfload.trees.{framework}_modules")
-        with gc_paused():
-            made = kind.make(target)
-        modules.load_into(target, made, asked, path, options)
+        with contextlib.ExitStack() as paused:
+            paused.enter_context(gc_paused())
+            modules.load_into(target, kind.make(target), asked, path, options, paused.close)
         return target
     try:
         frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.

@@ -52,6 +52,7 @@ from mfload.trees.recipe import OPEN, Leaf, MisfitError, Recipe, brief
 # `batches` counts what has landed twice; NumPy may hold two more copies of a part.
 _COPIES = 2
 _TOGETHER = 16 << 20  # Bytes of new arrays that replace others at once, or the largest one.
+_SOON = 64 << 20  # Bytes of a load that is over soon.
 _PIECE = 32 << 10  # Characters that a process says at once: a row of a link has room for them.
 
 
@@ -156,7 +157,8 @@ class Module:
     def target(self, number: int) -> Target | None:
         """The memory on the host of what this process holds of a leaf, whatever its strides.
 
-        That of `empty`, if it was called. None if it lies elsewhere or can't be written to directly.
+        That of `empty`, if that was called. None if it lies elsewhere, or can't be written to
+        directly.
         """
 
     def adapter(self) -> Adapter:
@@ -245,9 +247,18 @@ def tied(state: Mapping[str, Any], key: Callable[[Any], Any]) -> dict[Any, tuple
 
 
 def load_into(
-    target: Any, module: Module, asked: Wishes, path: Any, options: Options | None
+    target: Any,
+    module: Module,
+    asked: Wishes,
+    path: Any,
+    options: Options | None,
+    resume: Callable[[], None],
 ) -> None:
-    """Fills a module, which is `target` taken apart; arguments as for `mfload.load_into`."""
+    """Fills a module, which is `target` taken apart; arguments as for `mfload.load_into`.
+
+    It is called while the collector is paused, and calls `resume` unless it is over soon: the
+    collector had better look when what was made of each leaf is gone.
+    """
     how, wrong = LoadOptions(), None
     try:
         cleared(asked.report)
@@ -258,6 +269,8 @@ def load_into(
     together: Any = contextlib.nullcontext()
     if backend is not None:
         together = mesh_load.together(backend, ranks, how.deadline)
+    if backend is not None or module.own_code:  # It waits for others, or for a user's hooks.
+        resume()
     done = Report(processes=max(1, len(ranks)))
     filling: _Filling | None = None
     try:
@@ -276,18 +289,15 @@ def load_into(
                 if found.ties:
                     ties.warn(found.ties, index, sources, how)
             done.add_stage("matching", read, time.perf_counter())
+            if filling.nbytes > _SOON:
+                resume()
             with shown(asked.progress, filling.stored_bytes if asked.progress else 0) as advance:
                 filling.run(done, advance)
         filling.install()
         stay = filling.finish(found, strict=asked.strict)
     except BaseException as error:
         if filling is not None and (begun := filling.begun):
-            error.add_note(
-                f"load_into was filling {counted(len(begun), 'tensor')} of the module in place "
-                f"({brief(begun)}): some may hold new values, others those from before; load "
-                "again, or make the module anew"
-            )
-            torn.mark(target, {*vars(target).get("mfload_torn", ()), *begun})
+            _tell_what_is_torn(target, begun, error)
         session.let_go(error)
         raise
     filled = {name for number in found.recipes for name in module.leaves[number].names}
@@ -307,6 +317,15 @@ def load_into(
             "The checkpoint has nothing for them, and the module can't be called before they are "
             "set; what it computes and does not save, its own code has to compute"
         )
+
+
+def _tell_what_is_torn(target: Any, begun: Sequence[str], error: BaseException) -> None:
+    error.add_note(
+        f"load_into was filling {counted(len(begun), 'tensor')} of the module in place "
+        f"({brief(begun)}): some may hold new values, others those from before; load "
+        "again, or make the module anew"
+    )
+    torn.mark(target, {*vars(target).get("mfload_torn", ()), *begun})
 
 
 def _check(module: Module, asked: Wishes) -> None:
@@ -342,6 +361,7 @@ class _Filling:
     Attributes:
         made: New arrays, for leaves that have no memory.
         landing: Leaves whose memory is read into.
+        nbytes: Of all leaves, as this process holds them.
     """
 
     def __init__(
@@ -356,7 +376,7 @@ class _Filling:
         self._rank = 0 if backend is None else backend.rank
         self._numbers = {leaf.name: n for n, leaf in enumerate(module.leaves)}
         self._shardings: dict[int, Any] = {}
-        self._nbytes = self._new_bytes = self._copy_bytes = self._count = 0
+        self.nbytes = self._new_bytes = self._copy_bytes = self._count = 0
         self._empty: dict[int, tuple[int, ...]] = {}  # Shapes of new arrays that `put` fills.
         self._put: set[int] = set()  # What was begun to be filled by it.
         self._steps: list[_Step] = []
@@ -428,20 +448,11 @@ class _Filling:
     def _plan(self, recipes: Mapping[int, Recipe]) -> None:
         options, leaves = self._loader.options, self._module.leaves
         memory: dict[int, Any] = {}
-        rows: list[tuple[Box, bool]] = []  # What this process holds, and if it lands as it is.
         self._strided = Landing(memory, len(leaves))
-        # Recipes share transforms, of which these are sought once.
-        known = {id(each.transform): each.transform for each in recipes.values()}
-        kinds = {key: (each.plain, each.shape) for key, each in known.items()}
-        for number, recipe in recipes.items():
-            lands, shape = kinds[id(recipe.transform)]
-            if lands and not leaves[number].abstract:
-                memory[number] = self._memory(number, recipe)
-                lands = memory[number] is not None or self._module.replaces
-            rows.append((self._box(number, shape), lands))
-        every = {self._rank: rows}
-        if self._group is not None and options.exchange != "never":
-            said = gather_rows(self._group, rows).items()
+        mine = self._held(recipes, memory)
+        every = {self._rank: [(box, lands) for box, lands, _ in mine]}
+        if self._exchanges:
+            said = gather_rows(self._group, every[self._rank]).items()
             every = {
                 r: [(tuple(map(tuple, box)), lands) for box, lands in some] for r, some in said
             }
@@ -451,34 +462,34 @@ class _Filling:
         taken: dict[int, TensorShares | None] = {}
         held = sorted(every.items())
         for at, (number, recipe) in enumerate(recipes.items()):
-            lands = all(some[at][1] for _, some in held)  # The same on all processes.
-            boxes = [(rank, some[at][0]) for rank, some in held]
-            shares = tuple([Share(rank, number, box) for rank, box in boxes if _filled(box)])
-            local = shape_of(rows[at][0])
-            nbytes = recipe.dtype.size_of(local) or 0
-            self._nbytes += nbytes
-            if leaves[number].shape == OPEN:
+            box, _, nbytes = mine[at]
+            leaf, strided = leaves[number], number in self._strided
+            lands = not strided and all(some[at][1] for _, some in held)  # On all processes.
+            self.nbytes += nbytes
+            if leaf.shape == OPEN:
                 taken[number] = None
-            if leaves[number].abstract:
+            if leaf.abstract:
                 self._new_bytes += nbytes
                 self.made[number] = New(None, recipe.dtype, self._shardings.get(number))
                 if not (lands and nbytes):
-                    self._empty[number] = local
-            if lands:
-                info, checked = recipe.tensors[0], recipe.checked
-                wanted = TensorShares(info, recipe.landed, checked, shares)
-                if number in taken:
-                    taken[number] = wanted if nbytes else None
-                elif leaves[number].abstract or memory[number] is not None:
-                    direct.append(wanted)
-                else:
-                    del memory[number]
-                    replaced.append((nbytes, wanted))
-            else:
-                if memory.pop(number, None) is None and not leaves[number].abstract:
+                    self._empty[number] = shape_of(box)
+            if strided:
+                continue
+            boxes = [(rank, some[at][0]) for rank, some in held]
+            shares = tuple([Share(rank, number, box) for rank, box in boxes if _filled(box)])
+            wanted = TensorShares(recipe.tensors[0], recipe.landed, recipe.checked, shares)
+            if not lands:
+                if memory.pop(number, None) is None and not leaf.abstract:
                     self._aside(number, recipe)
-                if shares and not self._lands_strided(number, recipe, rows[at][0]):
+                if shares:
                     arranged.append((number, batches.parts(recipe, shares)))
+            elif number in taken:
+                taken[number] = wanted if nbytes else None
+            elif leaf.abstract or memory[number] is not None:
+                direct.append(wanted)
+            else:
+                del memory[number]
+                replaced.append((nbytes, wanted))
         self._count = len(recipes)
         filled = [n for n in self._strided if not leaves[n].abstract]
         self.landing = () if self._beside else [*(n for n in memory if n < len(leaves)), *filled]
@@ -493,39 +504,67 @@ class _Filling:
         self._steps += self._arranged(arranged, options)
         self._steps += self._taken(taken, recipes)
 
+    @property
+    def _exchanges(self) -> bool:
+        """Whether processes may send each other what they read, as it is stored."""
+        return self._group is not None and self._loader.options.exchange != "never"
+
+    def _held(
+        self, recipes: Mapping[int, Recipe], memory: dict[int, Any]
+    ) -> list[tuple[Box, bool, int]]:
+        """What this process holds of each leaf: the box, whether it lands there, and its bytes."""
+        found: list[tuple[Box, bool, int]] = []
+        exchanges = self._exchanges
+        # Leaves that are alike share transforms and shardings, which are kept meanwhile.
+        kinds: dict[Any, tuple[bool, Box, int]] = {}
+        for number, recipe in recipes.items():
+            transform, dtype = recipe.transform, recipe.dtype
+            key = id(transform), id(dtype), id(self._shardings.get(number))
+            if (kind := kinds.get(key)) is None:
+                box = self._box(number, transform.shape)
+                kind = transform.plain, box, dtype.size_of(shape_of(box)) or 0
+                kinds[key] = kind
+            lands, box, nbytes = kind
+            abstract = self._module.leaves[number].abstract
+            if not exchanges and not (lands and abstract) and self._strides(number, recipe, box):
+                lands = True
+            elif lands and not abstract:
+                memory[number] = self._memory(number, recipe)
+                lands = memory[number] is not None or self._module.replaces
+            found.append((box, lands, nbytes))
+        return found
+
     def _memory(self, number: int, recipe: Recipe) -> Any:
         """The memory of a leaf; what processes exchange is put together on the host."""
         if (beside := self._aside(number, recipe)) is not None:
             return beside.reshape(-1).view(np.uint8)
         found = self._module.memory(number)
-        exchanges = self._group is not None and self._loader.options.exchange != "never"
-        on_host = exchanges or not recipe.tensors[0].simple
+        on_host = self._exchanges or not recipe.tensors[0].simple
         return None if on_host and not isinstance(found, np.ndarray) else found
 
-    def _lands_strided(self, number: int, recipe: Recipe, box: Box) -> bool:
-        """Whether what this process holds of a leaf lands in its memory by strides."""
-        if self._group is not None and self._loader.options.exchange != "never":
-            return False  # What processes send each other lands as it is stored.
-        leaf, beside = self._module.leaves[number], (self._beside or {}).get(number)
-        if beside is not None:
+    def _strides(self, number: int, recipe: Recipe, box: Box) -> bool:
+        """Whether strides say where in its memory on the host a leaf lands."""
+        leaf = self._module.leaves[number]
+        if leaf.abstract:
+            if leaf.shape != OPEN and not self._loader.adapter.on_host:
+                return False
+            return self._strided.add(number, recipe, box, c_strides(shape_of(box), 1))
+        if (beside := self._aside(number, recipe)) is not None:
             target = Target(beside, beside.ctypes.data, c_strides(beside.shape, 1))
-        elif leaf.abstract and (leaf.shape == OPEN or self._loader.adapter.on_host):
-            target = Target(None, 0, c_strides(shape_of(box), 1))
-        elif leaf.abstract or (target := self._module.target(number)) is None:
+        elif (target := self._module.target(number)) is None:
             return False
-        if not self._strided.add(number, recipe, box, target.strides):
-            return False
-        if not leaf.abstract:
+        if lands := self._strided.add(number, recipe, box, target.strides):
             self._strided.give(number, target)
-        return True
+        return lands
 
     def _aside(self, number: int, recipe: Recipe) -> Any:
         """An array for what this process holds of a leaf, until `swap`; None if not `atomic`."""
-        if self._beside is None:
+        if (beside := self._beside) is None:
             return None
-        shape = stored(recipe.dtype, shape_of(self._box(number, recipe.transform.shape)))
-        self._beside[number] = np.empty(shape, recipe.dtype.numpy or np.uint8)
-        return self._beside[number]
+        if number not in beside:
+            shape = stored(recipe.dtype, shape_of(self._box(number, recipe.transform.shape)))
+            beside[number] = np.empty(shape, recipe.dtype.numpy or np.uint8)
+        return beside[number]
 
     def _check_beside(self) -> None:
         limit = self._loader.options.max_host_overhead
@@ -706,7 +745,8 @@ class _Filling:
             self.made[number] = self.made[number]._replace(array=array)
             if number in self._strided and (target := self._module.target(number)) is not None:
                 self._strided.give(number, target)
-        for requests, loader, finish in self._steps:
+        steps, self._steps = self._steps, []  # They refer to this object.
+        for requests, loader, finish in steps:
             one, kept = Report(), buffers.live_bytes() - held
             if not any(requests.values()):
                 fetched = []
@@ -723,7 +763,7 @@ class _Filling:
             finish(fetched)
             report.add_stage("transforms", start, time.perf_counter())
         report.framework, report.tensors = self._loader.adapter.name, self._count
-        report.result_bytes = self._nbytes
+        report.result_bytes = self.nbytes
         report.peak_bytes += self._copy_bytes
 
     def _land(self, requests: Sequence[Request], fetched: list[Any]) -> None:

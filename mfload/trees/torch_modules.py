@@ -115,7 +115,7 @@ class TorchModule(Module):
         if row.elements > 1 and shape:
             shape = (*shape[:-1], shape[-1] * row.elements)
         # Files from before there were such counts lack them.
-        optional = all(name.endswith(_COUNT) for name in names)
+        optional = names[0].endswith(_COUNT) and all(name.endswith(_COUNT) for name in names)
         return Leaf(tuple(names), shape, row, tensor, optional=optional, abstract=tensor.is_meta)
 
     def _unfit(self, tensor: Any) -> str | None:
@@ -159,19 +159,23 @@ class TorchModule(Module):
         return torch_memory.memory_of(self.local(self.tensors[number]))
 
     def target(self, number: int) -> Target | None:
-        tensor = self._written(number)
-        plain = type(tensor) is torch.Tensor and tensor.layout == torch.strided
-        if not plain or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+        tensor: Any = self._new.get(number)
+        if tensor is None:
+            tensor = self.tensors[number]
+            if type(tensor) not in _PLAIN:
+                tensor = self.local(tensor)
+        place = tensor.device
+        if place.type != "cpu" or torch_memory.device_of(place) is not None:
             return None
-        return Target(tensor, tensor.data_ptr(), tuple(tensor.stride()))
-
-    def _written(self, number: int) -> Any:
-        """What this process holds of a leaf, which may be what `empty` made."""
-        made = self._new.get(number)
-        return self.local(self.tensors[number]) if made is None else made
+        plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg():
+            return None
+        return Target(tensor, tensor.data_ptr(), tensor.stride())
 
     def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
-        target = self._written(number)
+        target = self._new.get(number)
+        if target is None:
+            target = self.local(self.tensors[number])
         row = base.ROWS[_name(target)]
         first = (*start[:-1], start[-1] // row.elements) if row and start else start
         units = torch.from_numpy(array.view(f"i{array.itemsize}" if array.itemsize > 1 else "u1"))
