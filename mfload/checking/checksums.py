@@ -24,6 +24,7 @@ from mfload.checking.manifest import Manifest
 from mfload.formats.base import Checksum
 from mfload.formats.strict_json import brief
 from mfload.index import Index, Piece, TensorInfo
+from mfload.planning.blocks import Lot
 from mfload.report import Report
 from mfload.runtime import Deadline
 from mfload.sources import shown
@@ -165,6 +166,11 @@ class Hasher:
             if held:
                 self._streams.append(held)
         self._wanted = sum(len(info.pieces) for info in tensors) + len(crcs) + len(whole)
+
+    def take(self, lot: Lot, number: int, data: Any, stopped: Stopped) -> None:
+        """Takes the next bytes, as a place of lots (see `io.engine.Place`)."""
+        block = lot.blocks[number]
+        self.saw(block.source, block.offset, data, stopped)
 
     def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
         """Takes the next bytes."""

@@ -1,51 +1,35 @@
 """Compares two checkpoints tensor by tensor, however each of them is sharded and ordered.
 
-The left side is scanned in file order, in blocks that hold many small tensors or a part of a large
-one. For each block the same elements of the right side are read, neighbours together. Memory held
-is a block of each side for each reader, and some 400 bytes for each part. A tensor that is not one
-raw range on both sides is loaded on both in slabs, which together stay within `max_host_overhead`.
+Both are read as one, the left side in file order: a lot is a block of it, with many small tensors
+or a part of a large one, and the blocks with the same elements of the right side. Memory held is a
+block of each side for each reader, and some 400 bytes for each part. A tensor that is not one raw
+range on both sides lands from both, part by part, within `max_host_overhead`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mfload import errors, packed
 from mfload.checking import numeric_diff, scan as scanning
-from mfload.checking.copying import boxes_of
 from mfload.checking.numeric_diff import SAME, NumericDiff, Tolerance
-from mfload.checking.scan import (
-    Advance,
-    check_unchanged,
-    choose_route,
-    gap,
-    joined,
-    scan,
-    total_sizes,
-)
+from mfload.checking.scan import Advance, gap, scan
 from mfload.index import Piece, TensorInfo
-from mfload.io import buffers
-from mfload.io.direct import DirectReader
-from mfload.io.pread import PreadReader
 from mfload.load_options import OVERHEAD, LoadOptions
-from mfload.loading import execute
-from mfload.planning.blocks import Block, Costs
-from mfload.planning.plan import make_plan
-from mfload.planning.request import Request
-from mfload.planning.slicing import boxed
+from mfload.planning import lots
+from mfload.planning.blocks import Lot
+from mfload.planning.lots import joined
 from mfload.sources.base import Source
 
 # Packed elements come in blocks of up to four: parts of so many begin and end with whole blocks.
 _WHOLE = 8
 # Bytes that are compared sooner as `bytes` than by NumPy, whose calls take some microseconds.
 _SMALL = 16 << 10
-_SLABS = 3  # What is read of a slab on either side, and what reads them.
+_PARTS = 8  # Of the overhead: what lands of either side, and what reads it, of several readers.
 
 
 class Pair(NamedTuple):
@@ -78,17 +62,20 @@ class Pair(NamedTuple):
         most = max(element_bits(info) for info in self)
         return max(_WHOLE, scanning.BLOCK * 8 // most // _WHOLE * _WHOLE)
 
-    def parts(self) -> Iterator[Part]:
-        """The pair in parts, the larger side of which has at most the bytes of a block."""
+    def parts(self, first: int = 0, *sides: Piece) -> Iterator[Part]:
+        """Parts, of which the larger side has at most the bytes of a block.
+
+        `sides` are where the elements from `first` on lie. Default: where all of them are stored.
+        """
+        sides = sides or (self.left.pieces[0], self.right.pieces[0])
         bits = [element_bits(info) for info in self]
-        count, step = self.left.nbytes * 8 // bits[0], self.step()
-        for first in range(0, count, step):
-            sides: list[Piece] = []
-            for info, width in zip(self, bits, strict=True):
-                start, stop = first * width // 8, min(count, first + step) * width // 8
-                piece = info.pieces[0]
-                sides.append(Piece(piece.source, piece.offset + start, stop - start))
-            yield Part(self, first, *sides)
+        count, step = sides[0].nbytes * 8 // bits[0], self.step()
+        for start in range(0, count, step):
+            cut: list[Piece] = []
+            for piece, width in zip(sides, bits, strict=True):
+                low, high = start * width // 8, min(count, start + step) * width // 8
+                cut.append(Piece(piece.source, piece.offset + low, high - low))
+            yield Part(self, first + start, *cut)
 
 
 def pairs(left: Iterable[TensorInfo], right: Iterable[TensorInfo]) -> Iterator[Pair]:
@@ -98,7 +85,7 @@ def pairs(left: Iterable[TensorInfo], right: Iterable[TensorInfo]) -> Iterator[P
 
 
 class Part(NamedTuple):
-    """Elements of a pair from `first` on, and where their bytes lie."""
+    """Elements of a pair from `first` on, and where their bytes lie, in files or in memory."""
 
     pair: Pair
     first: int
@@ -107,7 +94,7 @@ class Part(NamedTuple):
 
 
 class Comparison:
-    """Compares the pairs of tensors that are comparable (an `io.engine.Observer` of the left).
+    """Compares the pairs of tensors that are comparable (an `io.engine.Place` of both sides).
 
     Attributes:
         first: First block of elements that differs, for each pair of one dtype that is not equal,
@@ -130,8 +117,7 @@ class Comparison:
         self.values: dict[str, NumericDiff] = {}
         self.nbytes = self.read_bytes = 0
         self._left, self._right, self._by_value = left, right, values
-        self._tolerance = tolerance
-        self._lock, self._mine = threading.Lock(), threading.local()
+        self._tolerance, self._lock = tolerance, threading.Lock()
         self._parts: list[Part] = []
         self._apart: list[Pair] = []
         for pair in self.pairs:
@@ -144,67 +130,61 @@ class Comparison:
                 self._parts.append(Part(pair, 0, pair.left.pieces[0], pair.right.pieces[0]))
             else:
                 self._parts += pair.parts()
-        self._blocks: dict[Block, list[Part]] = {}  # Of the left side.
-        self._direct: set[int] = set()
-        self._under_way: dict[int, tuple[str, str]] = {}  # Reads of the right side, by thread.
 
     def run(self, options: LoadOptions, advance: Advance) -> tuple[str, ...]:
         """Reads both sides once; tells `advance` the bytes of the left one, returns notes."""
-        sizes = total_sizes(part.right for part in self._parts)
-        route = choose_route(self._right, sizes, options)
-        self._direct = {number for number, leg in route.items() if leg.engine == "direct"}
-        ranges = [part.left for part in self._parts]
-        self._blocks = {
-            block: [self._parts[n] for n in numbers]
-            for block, numbers in joined(ranges, gap(self._left), scanning.BLOCK)
-        }
-        try:
-            notes = scan(self._left, [*self._blocks], self, options, advance)
-        except errors.LoadTimeoutError as error:
-            for waited_for in [*self._under_way.values()][:1]:  # The scan knows the left side only.
-                error.file, error.tensor = waited_for
-            raise
-        check_unchanged(self._right, sizes, options)
-        for pair in self._apart:
-            first, bits = 0, [element_bits(info) for info in pair]
-            step = pair.step()
-            for left, right in _slabs(pair, options.max_host_overhead):
-                ours = _load(self._left, left, options)
-                theirs = _load(self._right, right, options)
-                count = ours.size * 8 // bits[0]
-                for start in range(0, count, step):
-                    stop = min(count, start + step)
-                    cut = [slice(start * width // 8, stop * width // 8) for width in bits]
-                    self._compare(pair, first + start, ours[cut[0]], theirs[cut[1]])
-                first += count
-                ours = theirs = None
-                if advance is not None:
-                    advance(left.nbytes)
-        return notes
+        both = [*self._left, *self._right]
+        notes = scan(both, [*self._raw()], self, options, advance)
+        apart = [lot for pair in self._apart for lot in self._landed(pair, options)]
+        return notes + scan(both, apart, self, options, advance, shrinks=True)
 
-    def saw(self, source: int, offset: int, data: Any, stopped: Callable[[], bool]) -> None:
-        """Compares a block with the same elements of the right side."""
-        parts = self._blocks[Block(source, offset, data.size, ())]
-        if not hasattr(self._mine, "slot"):
-            self._mine.slot = buffers.WorkerSlot()
-        blocks = joined([part.right for part in parts], gap(self._right), scanning.BLOCK)
-        for number, some in groupby(blocks, lambda each: each[0].source):
-            file = self._right[number]
-            try:
-                # Opened here, so that nothing has to be closed under a reader that hangs.
-                reader = DirectReader(file) if number in self._direct else PreadReader(file)
-                with closing(reader):
-                    for block, members in some:
-                        me = threading.get_ident()
-                        self._under_way[me] = file.name, parts[members[0]].pair.right.name
-                        other = reader.land(block, self._mine.slot)
-                        del self._under_way[me]
-                        for part in map(parts.__getitem__, members):
-                            mine = _cut(data, part.left, offset)
-                            theirs = _cut(other, part.right, block.offset)
-                            self._compare(part.pair, part.first, mine, theirs)
-            except OSError as error:
-                raise errors.from_os(error, file.name, "read") from error
+    def _raw(self) -> Iterator[Lot]:
+        """A block of the left side, and the blocks of the right one with its elements."""
+        for mine, numbers in joined([p.left for p in self._parts], gap(self._left), scanning.BLOCK):
+            some = list(map(self._parts.__getitem__, numbers))
+            theirs = [*joined([p.right for p in some], gap(self._right), scanning.BLOCK)]
+            blocks = [block._replace(source=block.source + len(self._left)) for block, _ in theirs]
+            members = [[some[n] for n in each] for _, each in theirs]
+            name = some[0].pair.left.name
+            held = mine.nbytes + max(block.nbytes for block in blocks)
+            yield Lot((mine, *blocks), mine.nbytes, held, kept=True, tensor=name, key=members)
+
+    def _landed(self, pair: Pair, options: LoadOptions) -> Iterator[Lot]:
+        """Parts of both sides that follow each other in C order.
+
+        Raises MemoryLimitError for one that is larger than half the limit, and can't be cut.
+        """
+        limit, bits = options.max_host_overhead, [element_bits(info) for info in pair]
+        room = OVERHEAD if limit is None else limit
+        most, shift = room // _PARTS, len(self._left)
+        pieces = (p._replace(source=p.source + shift) for p in pair.right.pieces)
+        sides = pair.left, pair.right._replace(pieces=tuple(pieces))
+        for first, stop in lots.ranges(pair, most, room // 3):
+            left, right = (lots.parts(each, each.dtype, first, stop) for each in sides)
+            ours, theirs = ((stop - first) * width // 8 for width in bits)
+            if limit is not None and max(ours, theirs) > limit // 2:
+                raise errors.MemoryLimitError(
+                    "a tensor that can't be compared in parts is larger than max_host_overhead "
+                    "allows",
+                    tensor=pair.left.name,
+                    expected=f"at least {errors.amount(2 * max(ours, theirs), limit)}",
+                    found=errors.amount(limit, limit),
+                )
+            part = Part(pair, first, Piece(0, 0, ours), Piece(0, ours, theirs))
+            costs = self._left[0].costs._replace(span=most)
+            yield lots.landed([*left, *right], ours, costs, key=part)
+
+    def take(self, lot: Lot, number: int, data: Any, stopped: Callable[[], bool]) -> None:
+        """Compares what came of both sides."""
+        if lot.kept:
+            mine, other = lot.blocks[0].offset, lot.blocks[number].offset
+            for part in lot.key[number - 1]:
+                ours, theirs = _cut(data[0], part.left, mine), _cut(data[1], part.right, other)
+                self._compare(part.pair, part.first, ours, theirs)
+            return
+        for part in lot.key.pair.parts(*lot.key[1:]):
+            sides = (_cut(data, piece, 0) for piece in (part.left, part.right))
+            self._compare(part.pair, part.first, *sides)
 
     def _compare(self, pair: Pair, element: int, data: Any, other: Any) -> None:
         same_dtype = pair.same_dtype
@@ -255,46 +235,6 @@ def _cut(data: Any, piece: Piece, origin: int) -> Any:
     """The bytes of a piece, given those of its source from `origin` on."""
     _, offset, nbytes, _ = piece
     return data[offset - origin : offset - origin + nbytes]
-
-
-def _slabs(pair: Pair, limit: int | None) -> Iterator[tuple[Request, Request]]:
-    """The same parts of both sides, which follow each other in C order.
-
-    Raises MemoryLimitError for one that is larger than half the limit, and can't be cut.
-    """
-    most = (OVERHEAD if limit is None else limit) // _SLABS
-    # Boxes fit the chunks of the side that has some; a larger element makes them smaller.
-    info = pair.right if pair.left.simple else pair.left
-    most = most * info.nbytes // max(1, pair.left.nbytes, pair.right.nbytes)
-    packed = max(info.dtype.elements for info in pair) > 1
-    for box in [None] if packed else boxes_of(info, most, most):
-        sides = (
-            Request(each, each.dtype, None if box is None else boxed(each, box)) for each in pair
-        )
-        left, right = sides
-        if limit is not None and max(left.nbytes, right.nbytes) > limit // 2:
-            raise errors.MemoryLimitError(
-                "a tensor that can't be compared in parts is larger than max_host_overhead allows",
-                tensor=left.info.name,
-                expected=f"at least {errors.amount(2 * max(left.nbytes, right.nbytes), limit)}",
-                found=errors.amount(limit, limit),
-            )
-        yield left, right
-
-
-def _load(sources: Sequence[Source], request: Request, options: LoadOptions) -> Any:
-    """The bytes of a part of a tensor in C order, however it is stored."""
-    info, threads = request.info, options.threads or execute.reader_threads(direct=True)
-    slots = options.max_host_overhead or OVERHEAD
-    slot = max(buffers.PAGE, slots // _SLABS // threads // buffers.PAGE * buffers.PAGE)
-    usual = Costs()
-    costs = usual._replace(block=min(usual.block, slot), staged=min(usual.staged, slot))
-    plan = make_plan([request], alignment=1, costs=costs)
-    memory = [buffers.allocate(spec.nbytes) for spec in plan.buffers]
-    route = choose_route(sources, total_sizes(info.pieces), options)
-    execute.run(plan, memory, sources, route, threads=threads, deadline=options.deadline)
-    _, buffer, at = plan.places[0]
-    return memory[buffer][at : at + request.nbytes]
 
 
 def element_bits(info: TensorInfo) -> int:

@@ -1,10 +1,10 @@
 """Copies tensors to the drafts of new files.
 
-Raw bytes are streamed from the old files, in their order: parts that stay together, cut where a
-draft's blocks end so that writes go past the page cache. Tensors that are stored in another way
-(compressed, in several pieces, in another order) are loaded in slabs. Each write is hashed, to be
-compared when the drafts are read back (see `sealing`). Memory held is a block a reader, the slabs
-that are read ahead, and a table of the parts.
+A lot is what is written of a draft at one go. Raw bytes stay together as they lie in the old files,
+in whose order they are read: parts that are cut where a draft's blocks end, so that writes go past
+the page cache. Tensors that are stored in another way (compressed, in several pieces, in another
+order), or converted, are put together in memory. Each write is hashed, to be compared when the
+drafts are read back (see `sealing`). Memory held is a lot a reader, and a table of the lots.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ import numpy as np
 from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped
 from mfload.checking.renaming import Cast, Row
-from mfload.checking.scan import Advance, check_unchanged, cut, gap, joined
+from mfload.checking.scan import Advance, gap, scan
 from mfload.checking.sealing import Seal
-from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.index import Box, Index, Piece
+from mfload.index import Piece, TensorInfo
+from mfload.io.buffers import PAGE
 from mfload.load_options import OVERHEAD, LoadOptions
-from mfload.loading import stream
-from mfload.planning.blocks import Block
+from mfload.planning import lots
+from mfload.planning.blocks import Block, Costs, Lot
+from mfload.planning.lots import cut, joined
 from mfload.planning.request import Request
-from mfload.planning.slicing import boxed
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import Layout
 from mfload.sources.base import Source
 
+_LANDED = 8  # Of the overhead: a lot that is put together in memory, and what reads it.
+
 
 class Copier:
-    """Observer that writes what it is shown to drafts, and hashes each write.
+    """Place that writes what it takes to drafts, and hashes each write.
+
+    The key of a lot says which ranges of the drafts are written, each of ranges of its bytes.
 
     Attributes:
         resumed: Bytes that were written before.
@@ -45,111 +49,75 @@ class Copier:
         drafts: Sequence[Draft],
         layouts: Sequence[Layout],
         sources: Sequence[Source],
+        how: LoadOptions,
         hasher: Hasher,
         seal: Seal,
         journal: Journal | None,
     ) -> None:
-        self.drafts, self.layouts = drafts, layouts
-        self.written = seal.written
-        self.written |= journal.found if journal else {}
-        self.resumed = sum(block.nbytes for block in self.written)
+        self._drafts, self._sources, self._how = drafts, sources, how
         self._hasher, self._seal, self._journal = hasher, seal, journal
-        for number, made in enumerate(layouts):
-            header = np.frombuffer(made.header, np.uint8)
-            for block in cut(Block(number, 0, header.size, ())):
-                self._write(block, [header[block.offset :][: block.nbytes]])
-        parts = [part for number, made in enumerate(layouts) for part in _parts(number, made)]
-        self._parts = {
-            block: [parts[n] for n in numbers]
-            for block, numbers in joined([old for old, _ in parts], gap(sources), BLOCK)
-        }
+        self._raw = [*_raw(layouts, gap(sources))]
+        costs = sources[0].costs if sources else Costs()
+        self._landed = [
+            lot for n, made in enumerate(layouts) for lot in _landed(n, made, how, costs)
+        ]
+        headers = [np.frombuffer(made.header, np.uint8) for made in layouts]
+        heads = [
+            b for n, each in enumerate(headers) for b in cut(Block(n, 0, each.size, ()), BLOCK)
+        ]
+        # Lots of an earlier writer may have had other edges, as with another limit.
+        ours = {block for lot in (*self._raw, *self._landed) for block, _ in lot.key}.union(heads)
+        for block, digest in journal.found.items() if journal is not None else ():
+            if block in ours:
+                seal.written[block] = digest
+            else:
+                drafts[block.source].count(-block.nbytes)
+        self.resumed = sum(block.nbytes for block in seal.written)
+        for block in heads:
+            header = np.frombuffer(layouts[block.source].header, np.uint8)
+            self._write(block, [header[block.offset :][: block.nbytes]])
 
-    def left(self, advance: Advance) -> list[Block]:
-        """The blocks of the sources that are still to be read."""
-        if not self.resumed:
-            return [*self._parts]
-        found: list[Block] = []
-        for block, parts in self._parts.items():
-            written = joined([new for _, new in parts], 0, BLOCK)
-            if not all(new in self.written for new, _ in written):
-                found.append(block)
-            elif advance is not None:
-                advance(block.nbytes)
-        return found
+    def run(self, advance: Advance) -> None:
+        """Writes what is not written yet."""
+        for some, shrinks in ((self._raw, False), (self._landed, True)):
+            written = self._seal.written.keys()
+            left = [lot for lot in some if any(block not in written for block, _ in lot.key)]
+            if advance is not None and len(left) < len(some):
+                advance(sum(lot.nbytes for lot in some) - sum(lot.nbytes for lot in left))
+            scan(self._sources, left, self, self._how, advance, shrinks=shrinks)
 
-    def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
-        """Takes the next block; parts that become neighbours are written together."""
-        self._hasher.saw(source, offset, data, stopped)
-        parts = self._parts[Block(source, offset, data.size, ())]
-        pieces = [data[old.offset - offset :][: old.nbytes] for old, _ in parts]
-        for block, numbers in joined([new for _, new in parts], 0, BLOCK):
-            self._write(block, [pieces[n] for n in numbers])
-
-    def load(
-        self, index: Index, sources: Sequence[Source], how: LoadOptions, advance: Advance
-    ) -> None:
-        """Loads the tensors that are not one raw range each, in slabs, and writes them."""
-        slabs = [s for n, made in enumerate(self.layouts) for s in _slabs(n, made, how)]
-        # What a slab becomes, cut where blocks end; neighbours in a block are written together.
-        parts = [(n, part) for n, (_, new) in enumerate(slabs) for part in _cut(new)]
-        blocks = [*_blocks([part for _, part in parts])]
-        wanted = {parts[n][0] for block, each in blocks if block not in self.written for n in each}
-        if advance is not None:
-            advance(sum(new.nbytes for n, (_, new) in enumerate(slabs) if n not in wanted))
-        if not wanted:
-            return
-        if (seconds := how.deadline.seconds) is not None:
-            seconds = max(0.0, min(seconds, how.deadline.left()))
-        numbers = sorted(wanted)
-        requests = [slabs[n][0] for n in numbers]
-        given = index, sources, NumpyAdapter(), how.replace(timeout=seconds, allocator="mfload")
-        sizes = [each.nbytes for each in requests]
-        with stream.stream(stream.Tensors(*given, requests, sizes, None), False) as opened:
-            self._take(iter(numbers), opened, slabs, parts, blocks, how, advance)
-        check_unchanged(sources, {p.source for s in requests for p in s.info.pieces}, how)
-
-    def _take(
-        self,
-        numbers: Iterator[int],
-        opened: stream.Stream[Any],
-        slabs: Sequence[tuple[Request, Piece]],
-        parts: Sequence[tuple[int, Piece]],
-        blocks: Sequence[tuple[Block, list[int]]],
-        how: LoadOptions,
-        advance: Advance,
-    ) -> None:
-        """Writes slabs as they come, in the order of the drafts."""
-        here, data = -1, np.empty(0, np.uint8)
-        for block, each in blocks:
-            if block in self.written:
-                continue
-            pieces: list[Any] = []
-            for n in each:
-                number, part = parts[n]
-                while here < number:
-                    how.deadline.left()
-                    here = next(numbers)
-                    # The slab before goes before the next one comes, but for the end of it that
-                    # is written together with that.
-                    pieces = [np.array(piece) for piece in pieces]
-                    data = np.empty(0, np.uint8)
-                    data = np.ascontiguousarray(next(opened)[1]).reshape(-1).view(np.uint8)
-                    if advance is not None:
-                        advance(data.size)
-                at = part.offset - slabs[number][1].offset
-                pieces.append(data[at : at + part.nbytes])
-            self._write(block, pieces)
-            del pieces
+    def take(self, lot: Lot, number: int, data: Any, stopped: Stopped) -> None:
+        """Writes a lot."""
+        if not lot.size:
+            self._hasher.take(lot, number, data, stopped)
+        for block, places in lot.key:
+            self._write(block, [data[start:stop] for start, stop in places])
 
     def _write(self, block: Block, pieces: list[Any]) -> None:
-        if block in self.written:
+        written = self._seal.written
+        if block in written:
             return
-        self._seal.write(block.source, self.drafts[block.source], block.offset, pieces)
+        self._seal.write(block.source, self._drafts[block.source], block.offset, pieces)
         if self._journal is not None:
-            self._journal.add(block, self.written[block])
+            self._journal.add(block, written[block])
 
 
-def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Piece]]:
+def _raw(layouts: Sequence[Layout], gap: int) -> Iterator[Lot]:
+    """Lots of the bytes that stay as they are."""
+    parts = [part for number, made in enumerate(layouts) for part in _parts(number, made)]
+    for block, numbers in joined([old for old, _ in parts], gap, BLOCK):
+        some = [parts[n] for n in numbers]
+        key: list[Any] = []
+        # Parts that become neighbours are written together.
+        for new, members in joined([new for _, new in some], 0, BLOCK):
+            olds = [some[n][0] for n in members]
+            starts = [old.offset - block.offset for old in olds]
+            places = [(at, at + old.nbytes) for at, old in zip(starts, olds, strict=True)]
+            key.append((new, places))
+        yield lots.raw(block, key=key)
+
+
+def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Block]]:
     """Raw parts of the old files, and where each goes: cut where the blocks of the new file end.
 
     Tensors that stay neighbours go together.
@@ -169,82 +137,57 @@ def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Piece]]:
             runs.append((piece.source, piece.offset, piece.nbytes, at))
         at += piece.nbytes
     for source, offset, nbytes, at in runs:
-        for new in _cut(Piece(number, at, nbytes)):
+        for new in cut(Piece(number, at, nbytes), BLOCK):
             yield Piece(source, offset + new.offset - at, new.nbytes), new
 
 
-def _cut(part: Piece) -> Iterator[Piece]:
-    """A range of a draft, cut where its blocks end."""
-    at, end = part.offset, part.offset + part.nbytes
-    while at < end:
-        stop = min(end, (at // BLOCK + 1) * BLOCK)
-        yield Piece(part.source, at, stop - at)
-        at = stop
-
-
-def _blocks(parts: Sequence[Piece]) -> Iterator[tuple[Block, list[int]]]:
-    """Joins neighbours in the same block of a draft: the same ones, however slabs were cut."""
-
-    def place(n: int) -> tuple[int, int]:
-        return parts[n].source, parts[n].offset // BLOCK
-
-    for _, group in itertools.groupby(range(len(parts)), place):
-        numbers = list(group)
-        for block, each in joined([parts[n] for n in numbers], 0, BLOCK):
-            yield block, [numbers[n] for n in each]
-
-
-def _slabs(number: int, made: Layout, how: LoadOptions) -> Iterator[tuple[Request, Piece]]:
-    """The tensors that are to be loaded, in slabs that follow each other, and where each goes."""
-    at, limit = len(made.header), how.max_host_overhead
-    most = min(stream.BATCH, (OVERHEAD if limit is None else limit) // 4)
+def _landed(number: int, made: Layout, how: LoadOptions, costs: Costs) -> Iterator[Lot]:
+    """Lots of what is put together in memory: small tensors in a block of a draft go together."""
+    limit, at = how.max_host_overhead, len(made.header)
+    room = OVERHEAD if limit is None else limit
+    costs = costs._replace(span=room // _LANDED)
+    waiting: list[Request] = []
+    start = end = 0
     for row in made.entries:
-        if not row.simple and row.nbytes:
-            boxes = [None] if row.dtype.elements > 1 else boxes_of(row, most, limit)
-            start = at
-            for box in boxes:
-                info, checked = (row.info, row.checked) if isinstance(row, Cast) else (row, False)
-                part = None if box is None else boxed(info, box)
-                request = Request(info, row.dtype, part, checked)
-                if limit is not None and request.nbytes > limit:
-                    raise errors.MemoryLimitError(
-                        "a tensor that can't be loaded in parts is larger than max_host_overhead",
-                        tensor=row.name,
-                        expected=f"at least {errors.amount(request.nbytes, limit)}",
-                        found=errors.amount(limit, limit),
-                    )
-                yield request, Piece(number, start, request.nbytes)
-                start += request.nbytes
+        bits, checked = row.dtype.bits, isinstance(row, Cast) and row.checked
+        for first, stop in () if row.simple or not row.nbytes else _ranges(row, at, room):
+            low, nbytes = at + first * bits // 8, (stop - first) * bits // 8
+            if limit is not None and nbytes > limit:
+                raise errors.MemoryLimitError(
+                    "a tensor that can't be loaded in parts is larger than max_host_overhead",
+                    tensor=row.name,
+                    expected=f"at least {errors.amount(nbytes, limit)}",
+                    found=errors.amount(limit, limit),
+                )
+            if waiting and (low != end or start // BLOCK != (low + nbytes - 1) // BLOCK):
+                yield _lot(waiting, Piece(number, start, end - start), costs)
+                waiting = []
+            start, end = start if waiting else low, low + nbytes
+            waiting += lots.parts(info_of(row), row.dtype, first, stop, checked=checked)
         at += row.nbytes
+    if waiting:
+        yield _lot(waiting, Piece(number, start, end - start), costs)
 
 
-def boxes_of(info: Row, most: int, limit: int | None) -> Iterator[Box | None]:
-    """Boxes of up to `most` bytes that follow each other in C order.
+def _lot(requests: Sequence[Request], new: Piece, costs: Costs) -> Lot:
+    """A lot that lies in memory as in a page of the draft, so that it is written from there."""
+    lead = new.offset % PAGE
+    first = new.offset - lead
+    key = [(b, [(b.offset - first, b.offset - first + b.nbytes)]) for b in cut(new, BLOCK)]
+    return lots.landed(requests, new.nbytes, costs, at=lead, key=key)
 
-    Compressed chunks are decoded once if they can be: boxes hold whole ones, or are larger.
-    """
-    step = 1
-    stored = info.pieces[0].stored
-    if stored is not None and stored.encodings:
-        step = info.shape[0] if info.shape else 1
-        if stored.box:
-            step = stored.box[0][1] - stored.box[0][0]
-        if info.shape and step * (info.nbytes // info.shape[0]) > most:
-            step, most = 1, OVERHEAD if limit is None else limit
-    most = max(most, info.dtype.nbytes)
-    if info.nbytes <= most:
-        yield None
+
+def info_of(row: Row) -> TensorInfo:
+    """What the source says of a tensor, under the name that it gets."""
+    return row.info if isinstance(row, Cast) else row
+
+
+def _ranges(row: Row, at: int, room: int) -> Iterator[tuple[int, int]]:
+    """Ranges of elements of a tensor whose bytes begin at `at` of a draft."""
+    info, bits = info_of(row), row.dtype.bits
+    if not info.simple or info.dtype.elements > 1:
+        yield from lots.ranges((info, row), room // _LANDED, room)
         return
-    # Whole rows of the first dim of which some fit, for each place in the dims before it.
-    dim, row = 0, info.nbytes // info.shape[0]
-    while row > most:
-        dim += 1
-        row //= info.shape[dim]
-    step = step if dim == 0 else 1
-    rows = max(step, most // row // step * step)
-    before = tuple((0, 0) for _ in range(dim))
-    after = tuple((0, size) for size in info.shape[dim + 1 :])
-    for place in np.ndindex(*info.shape[: len(before)]):
-        for first in range(0, info.shape[dim], rows):
-            last = min(first + rows, info.shape[dim])
-            yield (*((n, n + 1) for n in place), (first, last), *after)
+    edges = [(b.offset - at) * 8 // bits for b in cut(Piece(0, at, row.nbytes), BLOCK)]
+    edges = sorted({*edges, row.nbytes * 8 // bits})
+    yield from itertools.pairwise(edges)

@@ -17,20 +17,22 @@ from functools import partial
 from typing import Any
 
 from mfload import dtypes, errors
-from mfload.checking import beside, manifest, renaming
+from mfload.checking import beside, copying, manifest, renaming
 from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse, tensor_hash
 from mfload.checking.copying import Copier
 from mfload.checking.manifest import Manifest
-from mfload.checking.scan import readers, scan
+from mfload.checking.scan import readers
 from mfload.checking.sealing import Seal
 from mfload.checking.verify import verify
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
 from mfload.formats.discovery import CheckpointFiles
 from mfload.index import Index
 from mfload.load_options import LoadOptions, started
+from mfload.loading import session
 from mfload.options import Options
 from mfload.planning import selection
+from mfload.planning.request import Request
 from mfload.planning.selection import Dtypes, Names
 from mfload.progress import Progress, shown
 from mfload.saving import layout, manifests
@@ -119,8 +121,9 @@ class _Rewrite:
             self._check_dtypes()
         in_files &= target is None or self.place.place.whole
         self.layouts = self._layouts(each_file=in_files)
-        readers(how, min(BLOCK, max((made.size for made in self.layouts), default=0)))
+        readers(how, 2 * min(BLOCK, max((made.size for made in self.layouts), default=0)))
         self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
+        session.check([Request(copying.info_of(row), row.dtype) for row in self.loaded], self.index)
 
     def _check_dtypes(self) -> None:
         for row in self.rows:
@@ -199,13 +202,12 @@ class _Rewrite:
             check = partial(journal.check, tensor_hash())
             how.deadline.bound(check, "reading what an earlier run wrote", journal.path)
         with shown(self.wishes.progress, nbytes) as advance:
-            copier = Copier(drafts, self.layouts, sources, hasher, seal, journal)
+            copier = Copier(drafts, self.layouts, sources, how, hasher, seal, journal)
             if copier.resumed:
                 notes.append(
                     f"went on after {errors.amount(copier.resumed)} that an earlier run wrote"
                 )
-            scan(sources, copier.left(advance), copier, how, advance)
-            copier.load(index, sources, how, advance)
+            copier.run(advance)
             for draft in drafts:
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
             if known is not None and compared:

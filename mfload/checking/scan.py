@@ -1,25 +1,26 @@
-"""Shows blocks of files to an observer, in bounded memory, as a load reads them.
+"""Reads lots for a place that hashes, compares or writes them, in bounded memory.
 
-A block without segments stays in the slot of its reader, where the observer hashes it, compares
-it or writes it elsewhere. So the memory held is one slot a reader.
+The reads are those of a load: the same engines, threads, deadline and errors. What they are for
+stays in the memory of a reader, where the place takes it.
 """
 
 from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
+from typing import Any
 
 from mfload.index import Piece
 from mfload.io import route as routing
-from mfload.io.engine import Observer
-from mfload.io.pread import SHOWN
+from mfload.io.engine import Place
 from mfload.io.route import Leg
-from mfload.load_options import LoadOptions
+from mfload.load_options import OVERHEAD, LoadOptions
 from mfload.loading import execute
-from mfload.planning.blocks import Block
+from mfload.planning.blocks import Block, Lot
+from mfload.planning.lots import cut, raw
 from mfload.planning.memory import too_small
 from mfload.planning.plan import Plan
 from mfload.report import human
@@ -28,6 +29,8 @@ from mfload.sources.base import Source
 
 BLOCK = 1 << 20
 """Bytes a read. Two slots of this size stay in a core's cache until they are looked at."""
+SHOWN = 4 << 20
+"""Bytes a read of a long range that the page cache holds."""
 
 _CACHED = 0.95  # Of a file: what it lacks is read slower by a map than by a read.
 
@@ -36,89 +39,74 @@ Advance = Callable[[int], None] | None
 
 def scan(
     sources: Sequence[Source],
-    blocks: Sequence[Block],
-    observer: Observer,
+    lots: Sequence[Lot],
+    place: Place,
     options: LoadOptions,
     advance: Advance = None,
     route: dict[int, Leg] | None = None,
+    *,
+    shrinks: bool = False,
 ) -> tuple[str, ...]:
-    """Shows an observer every block once, in the threads that read; returns notes.
+    """Hands all lots to a place, in the threads that read; returns notes.
 
-    Blocks of one file come in file order and don't overlap. One of more than `SHOWN` bytes is
-    shown in parts. Raises SourceChangedError if a file is no longer the one whose header was read.
+    With `shrinks`, fewer threads than are asked for read lots that are too large for the limit.
+    Raises SourceChangedError if a file is no longer the one whose header was read.
     """
-    blocks = [block for block in blocks if block.nbytes]
-    sizes, largest = total_sizes(blocks), max((each.nbytes for each in blocks), default=0)
+    if not lots:
+        return ()
+    blocks = [block for lot in lots for block in lot.blocks]
+    sizes, held = total_sizes(blocks), max(lot.held for lot in lots)
     route = route or choose_route(sources, sizes, options)
     direct = any(leg.direct for leg in route.values())
     concurrency = sources[0].costs.concurrency if sources else None
     usual = execute.reader_threads(direct, concurrency=concurrency)
+    if shrinks:
+        room = max(held, OVERHEAD if (limit := options.max_host_overhead) is None else limit)
+        fitting = min(options.threads or usual, room // held)
+        options = options.replace(threads=fitting, max_host_overhead=None)
+    made: Any = tuple(lots)
     notes, _ = execute.run(
-        Plan((), (), tuple(blocks), largest),
+        Plan((), (), made, 0),
         [],
         sources,
         route,
-        threads=readers(options, min(largest, SHOWN), usual),
+        threads=readers(options, held, usual),
         deadline=options.deadline,
         advance=advance,
-        observer=observer,
+        place=place,
     )
     check_unchanged(sources, sizes, options)
     return notes
 
 
-def readers(options: LoadOptions, block: int, usual: int = 1) -> int:
-    """The number of threads that scan blocks of up to `block` bytes, within `max_host_overhead`.
+def readers(options: LoadOptions, held: int, usual: int = 1) -> int:
+    """The number of threads that hold so many bytes each, within `max_host_overhead`.
 
     The page at each end of a slot, 16 KiB a thread at most, is not counted.
     Raises UsageError if there is no room for one, or for as many as are asked for.
     """
     count, limit = options.threads or usual, options.max_host_overhead
-    if limit is None or not block:
+    if limit is None or not held:
         return count
-    slots = 2 * block  # A block, and what it is compared with, or written from.
     if options.threads is None:
-        count = max(1, min(count, limit // slots))
-    if count * slots > limit:
-        raise too_small("max_host_overhead", count * slots, limit)
+        count = max(1, min(count, limit // held))
+    if count * held > limit:
+        raise too_small("max_host_overhead", count * held, limit)
     return count
-
-
-def joined(ranges: Sequence[Piece], gap: int, most: int) -> Iterator[tuple[Block, list[int]]]:
-    """Joins ranges that lie next to each other, in file order, to blocks of up to `most` bytes.
-
-    Each block comes with the numbers of its ranges. Gaps of up to `gap` bytes are read over, and a
-    longer range is a block of its own.
-    """
-    numbers: list[int] = []
-    source = start = end = -1
-    places = [piece.source << 64 | piece.offset for piece in ranges]
-    for number in sorted(range(len(ranges)), key=places.__getitem__):
-        piece = ranges[number]
-        stop = piece.offset + piece.nbytes
-        if piece.source == source and piece.offset - end <= gap and stop - start <= most:
-            end = max(end, stop)
-        else:
-            if numbers:
-                yield Block(source, start, end - start, ()), numbers
-            numbers, source, start, end = [], piece.source, piece.offset, stop
-        numbers.append(number)
-    if numbers:
-        yield Block(source, start, end - start, ()), numbers
 
 
 def scan_ranges(
     sources: Sequence[Source],
     ranges: Sequence[Block],
-    observer: Observer,
+    place: Place,
     options: LoadOptions,
     advance: Advance = None,
 ) -> tuple[str, ...]:
-    """Shows an observer long ranges, each of which it must see in order (see `scan`).
+    """Hands long ranges, each of which it must see in order, to a place (see `scan`).
 
-    One of a file in the page cache stays whole, so that the thread that takes it never waits for
-    another one, unless memory is limited. Others are cut to reads, so that the next ones are read
-    while one is hashed.
+    One of a file in the page cache is a single lot, so that the thread that takes it never waits
+    for another one, unless memory is limited. Others are cut to reads, so that the next ones are
+    read while one is hashed.
     """
     route = choose_route(sources, total_sizes(ranges), options)
 
@@ -127,32 +115,26 @@ def scan_ranges(
 
     whole = set(filter(cached, route)) if options.max_host_overhead is None else set[int]()
     rows = [
-        [part] if part.source in whole and part.nbytes > SHOWN else cut(part) for part in ranges
+        [raw(*cut(part, SHOWN))] if part.source in whole else list(map(raw, cut(part, BLOCK)))
+        for part in ranges
+        if part.nbytes
     ]
-    return scan(sources, in_turns(rows, options), observer, options, advance, route)
+    return scan(sources, in_turns(rows, options), place, options, advance, route)
 
 
-def in_turns(rows: Iterable[list[Block]], options: LoadOptions) -> list[Block]:
-    """Takes blocks from rows of them, each of a file or a part of one, in turns.
+def in_turns(rows: Iterable[list[Lot]], options: LoadOptions) -> list[Lot]:
+    """Takes lots from rows of them, each of a file or a part of one, in turns.
 
     As many rows at once as there may be threads: each hashes another one, since threads can't
     share the hash of a tensor or a file.
     """
     lanes = options.threads or execute.reader_threads(direct=True)
     files = sorted(rows, key=len, reverse=True)
-    found: list[Block] = []
+    found: list[Lot] = []
     for first in range(0, len(files), lanes):
         for row in itertools.zip_longest(*files[first : first + lanes]):
             found += filter(None, row)
     return found
-
-
-def cut(part: Block) -> list[Block]:
-    """A range cut at offsets that are multiples of the block size."""
-    end = part.offset + part.nbytes
-    inner = range((part.offset // BLOCK + 1) * BLOCK, end, BLOCK)
-    edges = [part.offset, *inner, end] if part.nbytes else []
-    return [Block(part.source, a, b - a, ()) for a, b in itertools.pairwise(edges)]
 
 
 def gap(sources: Sequence[Source]) -> int:

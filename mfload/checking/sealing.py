@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped, tensor_hash
 from mfload.checking.manifest import ALGORITHMS, Algorithm, FileEntry, FileIdentity, Manifest
-from mfload.checking.scan import Advance, cut, in_turns, scan
+from mfload.checking.scan import BLOCK, Advance, in_turns, scan
 from mfload.load_options import LoadOptions, started
-from mfload.planning.blocks import Block
+from mfload.planning.blocks import Block, Lot
+from mfload.planning.lots import cut, raw
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import Layout
 from mfload.saving.manifests import as_text
@@ -76,12 +77,12 @@ class Seal:
         read, or differs from what was written.
         """
         how = started(None) if how is None else how
-        rows: list[list[Block]] = [[] for _ in drafts]
+        rows: list[list[Lot]] = [[] for _ in drafts]
         for block in sorted(self.written):
-            rows[block.source].append(block)
+            rows[block.source].append(raw(block, key=self.written[block]))
         for number, draft in enumerate(drafts):
             if not self.written:
-                rows[number] = cut(Block(number, 0, draft.size, ()))
+                rows[number] = list(map(raw, cut(Block(number, 0, draft.size, ()), BLOCK)))
         infos = [
             info._replace(pieces=(info.pieces[0]._replace(source=number),))
             for number, made in enumerate(layouts if self._tensors or self._files else ())
@@ -89,7 +90,7 @@ class Seal:
         ]
         sizes = {number: made.size for number, made in enumerate(layouts) if self._files}
         hasher = Hasher(infos if self._tensors else (), sizes)
-        reader = _Reader(drafts, layouts, self.written, hasher, self._new)
+        reader = _Reader(drafts, layouts, hasher, self._new)
         try:
             files = [draft.source() for draft in drafts]
             scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
@@ -115,22 +116,22 @@ class Seal:
 
 
 class _Reader:
-    """Observer of a scan of the drafts; compares each range with what was written there."""
+    """Place of what is read of the drafts; compares each range with what was written there."""
 
     def __init__(
         self,
         drafts: Sequence[Draft],
         layouts: Sequence[Layout],
-        written: Mapping[Block, str],
         hasher: Hasher,
         new: Callable[..., Any],
     ) -> None:
-        self._drafts, self._layouts, self._written = drafts, layouts, written
+        self._drafts, self._layouts = drafts, layouts
         self._hasher, self._new = hasher, new
 
-    def saw(self, source: int, offset: int, data: Any, stopped: Stopped) -> None:
+    def take(self, lot: Lot, number: int, data: Any, stopped: Stopped) -> None:
         """Takes the next range."""
-        wanted = self._written.get(Block(source, offset, data.size, ()))
+        source, offset, *_ = lot.blocks[number]
+        wanted = lot.key
         found = wanted and self._new(data).hexdigest()
         if found != wanted:
             what, tensor = "the disk gave back other bytes than were written", None
@@ -149,4 +150,4 @@ class _Reader:
                 expected=f"{self._new().name} {wanted} {where}",
                 found=found,
             )
-        self._hasher.saw(source, offset, data, stopped)
+        self._hasher.take(lot, number, data, stopped)

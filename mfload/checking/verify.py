@@ -15,7 +15,7 @@ from mfload.checking.checksums import OTHER_DATA, Hasher
 from mfload.checking.compare import Comparison, Pair, pairs
 from mfload.checking.manifest import ALGORITHMS, FileEntry, Manifest
 from mfload.checking.published import PublishedSum, Sums
-from mfload.checking.scan import Advance, joined, throughput
+from mfload.checking.scan import Advance, throughput
 from mfload.errors import counted
 from mfload.formats import base
 from mfload.formats.base import Checksum
@@ -24,6 +24,7 @@ from mfload.load_options import LoadOptions, started
 from mfload.loading.execute import reader_threads
 from mfload.options import Options
 from mfload.planning.blocks import Block
+from mfload.planning.lots import joined
 from mfload.progress import shown
 from mfload.report import Printable, human
 from mfload.runtime import gc_paused

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from mfload.errors import MfloadError, counted
 from mfload.io.buffers import WorkerSlot
-from mfload.io.pread import SHOWN, PreadReader
-from mfload.planning.blocks import Block, stored
+from mfload.planning.blocks import Block, Lot, stored
 from mfload.runtime import Deadline, start as start_thread
 
 if TYPE_CHECKING:
@@ -36,6 +35,7 @@ _TICK = 0.02
 _REPORTED_BYTES, _REPORTS = 1 << 20, 256
 # How long a cancelled load waits for reads under way; a hung disk may block them forever.
 _GRACE = 5.0
+_OPEN = 4  # Files that a reader of lots keeps open.
 
 
 class Observer(Protocol):
@@ -47,6 +47,20 @@ class Observer(Protocol):
         Every wanted byte of a source is shown once. Blocks are begun in the order of their pool and
         end in any order, so an observer may wait for the bytes before, until `stopped` says that
         the load was given up.
+        """
+        ...
+
+
+class Place(Protocol):
+    """Takes what readers land for it, such as a hash or a file."""
+
+    def take(self, lot: Lot, number: int, data: Any, stopped: Callable[[], bool]) -> None:
+        """Takes the bytes of a block of a lot, by its number, in the thread that read them.
+
+        If the first block is kept, it comes with each of the others, as a pair. If the lot fills
+        memory, all of that is taken, with the number of the last block. Lots are
+        begun in their order and end in any, so a place may wait for the one before, until
+        `stopped` says that the call was given up.
         """
         ...
 
@@ -63,7 +77,7 @@ class Share:
 
     def __init__(
         self,
-        waiting: collections.deque[Block],
+        waiting: collections.deque[Any],
         stopped: Callable[[], bool],
         track: Track | None = None,
         retired: Callable[[], bool] = bool,
@@ -79,7 +93,7 @@ class Share:
         self._tell, self._step = tell, step
         self._next = step
 
-    def __iter__(self) -> Iterator[Block]:
+    def __iter__(self) -> Iterator[Any]:
         while not self.stopped() and not self._retired():
             try:
                 self.block = self._waiting.popleft()
@@ -88,17 +102,21 @@ class Share:
             yield self.block
         self.block = None
 
-    def done(self, block: Block, last: bool = True) -> None:
-        """Counts a block that is in place, or a part of one, of which the last one ends it."""
-        self.blocks += last
-        self.nbytes += block.nbytes if block.decode is None else block.filled
+    def done(self, block: Block) -> None:
+        """Counts a block that is in place."""
+        self.count(block.nbytes if block.decode is None else block.filled)
+
+    def count(self, nbytes: int, blocks: int = 1) -> None:
+        """Counts blocks, or lots, that are in place, and bytes."""
+        self.blocks += blocks
+        self.nbytes += nbytes
         if self.nbytes >= self._next:
             self._next = self.nbytes + self._step
             self._tell(None)
 
 
-Pool = tuple[Sequence[Block], Callable[[Share], None], int]
-"""Blocks in the order in which they are begun, what each thread calls once, and how many threads.
+Pool = tuple[Sequence[Any], Callable[[Share], None], int]
+"""Blocks or lots in the order in which they are begun, what a thread calls, and how many threads.
 
 The function is no closure over buffers: an error's traceback would keep them.
 """
@@ -287,9 +305,6 @@ def fill(
                         track.mark("decode", block.filled, source)
                     share.done(block)
                     continue
-                if observer is not None and not block.segments:
-                    _show(reader, block, slot, observer, share)
-                    continue
                 landed = reader.fill(block, memory, slot)
                 if track is not None and not track.reads:
                     track.mark("map", block.nbytes, source)
@@ -311,18 +326,42 @@ def _work(block: Block) -> str:
     """What a thread does with a block beside reading it."""
     if block.decode is not None:
         return "decode"
-    return "" if not block.staged else "copy" if block.segments else "check"
+    return "copy" if block.staged else ""
 
 
-def _show(
-    reader: PreadReader, block: Block, slot: WorkerSlot, observer: Observer, share: Share
-) -> None:
-    source, end = block.source, block.offset + block.nbytes
-    for at in range(block.offset, end, SHOWN):
-        data = reader.land(Block(source, at, min(SHOWN, end - at), ()), slot)
-        if share.stopped():  # What the observer writes to may be closed.
-            return
-        observer.saw(source, at, data, share.stopped)
-        if share.track is not None:
-            share.track.mark("check", 0, source)
-        share.done(block._replace(nbytes=data.size), last=at + data.size == end)
+def hand_on(open_reader: Callable[[int], Any], place: Place, share: Share) -> None:
+    """Reads lots, and hands them to a place."""
+    slot, others, window, own = (WorkerSlot() for _ in range(4))
+    readers: dict[int, Any] = {}
+    try:
+        for lot in share:
+            memory, first = [own.bytes(lot.size)[: lot.size]] if lot.size else [], None
+            for number, block in enumerate(lot.blocks):
+                share.block = block
+                reader = readers.get(block.source)
+                if reader is None:
+                    if len(readers) == _OPEN:
+                        readers.pop(next(iter(readers))).close()
+                    reader = readers[block.source] = open_reader(block.source)
+                if block.decode is not None:
+                    from mfload.io import decode  # Late: raw tensors do without.
+
+                    decode.fill(block, reader, memory, slot, window, None, share.stopped)
+                elif block.segments:
+                    reader.fill(block, memory, slot)
+                else:
+                    data = reader.land(block, others if lot.kept and number else slot)
+                    if share.stopped():  # What the place writes to may be closed.
+                        return
+                    if lot.kept:
+                        first, data = (data, None) if first is None else (first, (first, data))
+                    if data is not None:
+                        place.take(lot, number, data, share.stopped)
+                    share.count(0 if lot.kept else block.nbytes, 0)
+            if memory and not share.stopped():
+                place.take(lot, len(lot.blocks) - 1, memory[0], share.stopped)
+            share.count(lot.nbytes if lot.kept or memory else 0)
+            memory = data = first = None  # Longer slots replace these.
+    finally:
+        while readers:
+            readers.popitem()[1].close()

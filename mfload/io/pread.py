@@ -14,10 +14,6 @@ from mfload.io.buffers import IOV_MAX, PAGE, WorkerSlot
 from mfload.planning.blocks import Block, Copy, Rows, Segment
 from mfload.sources.base import Source
 
-SHOWN = 4 << 20
-"""Bytes of a block that an observer sees at once; longer ones, of files that the page cache holds,
-are shown in parts."""
-
 FETCHED = 256 << 10
 """Bytes that the kernel is asked for at once: it leaves out what is more than a disk request."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.io.engine import Engine, Observer, Pool, Share, fill
+from mfload.io.engine import Engine, Observer, Place, Pool, Share, fill, hand_on
 from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
 from mfload.planning.blocks import Block, Segment
@@ -75,6 +75,7 @@ def run(
     allocate: Callable[[], object] | None = None,
     trial: Trial | None = None,
     unfinished: Unfinished | None = None,
+    place: Place | None = None,
 ) -> tuple[tuple[str, ...], int]:
     """Fills the buffers of a plan; returns notes, as on a fall-back, and how many threads read.
 
@@ -83,8 +84,9 @@ def run(
     `staging` has the slots of what lands on devices. `recorder` records what threads do, and
     `start` gives them. `allocate` puts the buffers into `memory`, while readers fill slots. `trial`
     says how many of the threads read cold files, and by which way. `unfinished` are encoded pieces
-    that other plans began, or go on with. If bytes can't be read or the
-    files change, the readers are stopped and SourceError is raised.
+    that other plans began, or go on with. With a `place`, which they are handed to, the blocks of
+    the plan are lots. If bytes can't be read or the files change, the readers are stopped and
+    SourceError is raised.
     """
     notes: list[str] = []
     if recorder is not None:
@@ -142,6 +144,8 @@ def run(
         protection = buffers.ForkProtection(own) if own else nullcontext()
         given = open_reader, memory, observer, protection
         work = partial(fill, *given, unfinished=unfinished)
+        if place is not None:
+            work = partial(hand_on, open_reader, place)
         rounds.append([(blocks, work, threads)])
     if observer is not None and mapped:
         rounds.append([(mapped, partial(_show, memory, observer), threads)])
@@ -164,7 +168,11 @@ def run(
             block = here.block if engine is None else engine.block
             if block is None:
                 raise
-            tensor = next(iter(plan.tensors_of(block)), None)
+            names: Any = plan.tensors_of(block)
+            if place is not None:
+                lots: Any = plan.blocks
+                names = (lot.tensor for lot in lots if block in (lot, *lot.blocks))
+            tensor = next(iter(names), None)
             raise named(error, sources[block.source].name, tensor)  # noqa: B904 - it has its cause
         finally:
             for source in kept:

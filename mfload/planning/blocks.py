@@ -112,7 +112,7 @@ class Rows(NamedTuple):
 class Block(NamedTuple):
     """One contiguous read and the segments it fills, in file order.
 
-    Bytes that no segment covers are read over. A block without segments is for an observer alone.
+    Bytes that no segment covers are read over. A block without segments is one of a `Lot`.
     `shared` are the bytes asked for, if segments may want the same ones. With `decode`,
     segments are ranges of what the block is decoded to. With `rows` it is several reads, of
     `nbytes` together, and the rows are the first dim of each copy.
@@ -129,7 +129,7 @@ class Block(NamedTuple):
     @property
     def staged(self) -> bool:
         """Whether an engine must land the block in a slot before it can place it."""
-        if self.shared is not None or not self.segments:
+        if self.shared is not None:
             return True
         return any(segment.copy is not None for segment in self.segments)
 
@@ -150,6 +150,36 @@ class Block(NamedTuple):
         if self.shared is not None:
             return self.shared
         return sum(segment.wanted for segment in self.segments)
+
+
+class Lot(NamedTuple):
+    """Blocks that one reader takes one after the other and hands to a place, such as a file.
+
+    Blocks without segments are handed on in a slot, as they are stored, one by one. Those with
+    segments fill memory of the reader, their buffer 0, which is handed on when all of it is there.
+
+    Attributes:
+        nbytes: What its progress counts.
+        held: Bytes that its reader holds, at most.
+        size: Bytes of the memory that segments fill.
+        kept: Whether the first block stays in its slot while the others come in another one; they
+            don't count for progress.
+        tensor: The name of its tensor, for errors.
+        key: What the place knows it by.
+    """
+
+    blocks: tuple[Block, ...]
+    nbytes: int
+    held: int
+    size: int = 0
+    kept: bool = False
+    tensor: str | None = None
+    key: Any = None
+
+    @property
+    def source(self) -> int:
+        """The source of its first block."""
+        return self.blocks[0].source
 
 
 def stored(block: Block, memory: list[Any], landed: Any | None) -> Iterator[tuple[int, Any]]:

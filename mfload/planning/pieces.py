@@ -8,7 +8,6 @@ that, with its places in the result. So raw bytes are read as those of any other
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from mfload.planning import extents
 from mfload.planning.blocks import Block, Costs, Decode, Segment
 from mfload.planning.extents import Extent, Wanted
 from mfload.planning.request import Request
-from mfload.planning.slicing import Axis
+from mfload.planning.slicing import Axis, boxes_between
 from mfload.stored import Stored
 
 FETCHED = 1 << 20
@@ -163,27 +162,9 @@ def _boxes(stored: Stored, shape: tuple[int, ...]) -> Iterator[tuple[Box, int, S
         return
     steps = extents.c_strides(shape, 1)
     begin, stop = stored.flat
-    for box in _stretch(begin, stop, shape):
+    for box in boxes_between(begin, stop, shape):
         first = sum(low * step for (low, _), step in zip(box, steps, strict=True))
         yield box, stored.start + first - begin, steps
-
-
-def _stretch(start: int, stop: int, shape: tuple[int, ...]) -> Iterator[Box]:
-    """The boxes that make up a range of elements in C order."""
-    if not shape:
-        yield from [()] * (stop - start)
-        return
-    row = math.prod(shape[1:])
-    while start < stop:
-        first, inner = divmod(start, row)
-        end = stop // row * row
-        if inner or end <= start:
-            end = min(stop, (first + 1) * row)
-            for box in _stretch(inner, end - first * row, shape[1:]):
-                yield ((first, first + 1), *box)
-        else:
-            yield ((first, end // row), *((0, length) for length in shape[1:]))
-        start = end
 
 
 def _within(axis: Axis, span: tuple[int, int]) -> list[tuple[int, Axis]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from mfload import errors
@@ -169,6 +169,24 @@ def intersection(box: Box, other: Box) -> Box | None:
     """What two boxes have in common; None if that is nothing."""
     common = tuple([(max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True)])
     return common if all(start < stop for start, stop in common) else None
+
+
+def boxes_between(start: int, stop: int, shape: Sequence[int]) -> Iterator[Box]:
+    """The boxes that make up a range of elements in C order, one after the other."""
+    if not shape:
+        yield from [()] * (stop - start)
+        return
+    row = math.prod(shape[1:])
+    while start < stop:
+        first, inner = divmod(start, row)
+        end = stop // row * row
+        if inner or end <= start:
+            end = min(stop, (first + 1) * row)
+            for box in boxes_between(inner, end - first * row, shape[1:]):
+                yield ((first, first + 1), *box)
+        else:
+            yield ((first, end // row), *((0, length) for length in shape[1:]))
+        start = end
 
 
 def first_element(box: Box, inner: Box) -> int:

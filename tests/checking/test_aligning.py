@@ -405,7 +405,7 @@ def test_failures_leave_what_was_there(
 def test_a_source_that_changes_meanwhile(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(aligning, "scan", _touching(aligning.scan, source))
+    monkeypatch.setattr(copying, "scan", _touching(copying.scan, source))
     with pytest.raises(errors.SourceChangedError):
         mfload.align(source, target)
     assert _names(target) == set()

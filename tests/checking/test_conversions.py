@@ -200,7 +200,7 @@ class TestBeside:
             raise OSError(5, "no")
 
         (tmp_path / "out").mkdir()
-        for place in ((SaveTarget, "publish"), (Copier, "saw")):
+        for place in ((SaveTarget, "publish"), (Copier, "take")):
             with monkeypatch.context() as patch:
                 patch.setattr(*place, fails)
                 with pytest.raises((OSError, errors.MfloadError)):

@@ -16,11 +16,12 @@ from hypothesis import given, strategies as st
 import mfload
 from mfload import errors
 from mfload.checking import scan as scanning
-from mfload.checking.scan import cut, in_turns, joined, scan, scan_ranges
+from mfload.checking.scan import in_turns, scan, scan_ranges
 from mfload.index import Piece
-from mfload.io import buffers, engine as engines, probes
+from mfload.io import buffers, probes
 from mfload.load_options import started
-from mfload.planning.blocks import Block
+from mfload.planning.blocks import Block, Lot
+from mfload.planning.lots import cut, joined, raw
 from mfload.sources.local import LocalFile
 
 
@@ -29,8 +30,12 @@ def look(
     threads: int | None = None, engine: Any = "auto", advance: Any = None,
 ) -> tuple[str, ...]:  # fmt: skip
     how = started(mfload.Options(engine=engine, threads=threads, timeout=deadline))
-    blocks = in_turns(map(cut, ranges), how) if turns else ranges
-    return scan(sources, blocks, observer, how, advance)
+    lots = in_turns(map(_reads, ranges), how) if turns else [raw(each) for each in ranges]
+    return scan(sources, lots, observer, how, advance)
+
+
+def _reads(part: Block) -> list[Lot]:
+    return [raw(each) for each in cut(part, scanning.BLOCK)]
 
 
 def part(source: int, offset: int, nbytes: int) -> Block:
@@ -42,7 +47,8 @@ class _Seen:
         self.parts: list[tuple[int, int, bytes]] = []
         self._lock = threading.Lock()
 
-    def saw(self, source: int, offset: int, data: Any, stopped: Any) -> None:
+    def take(self, lot: Lot, number: int, data: Any, stopped: Any) -> None:
+        source, offset, *_ = lot.blocks[number]
         with self._lock:
             self.parts.append((source, offset, data.tobytes()))
 
@@ -50,8 +56,8 @@ class _Seen:
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[list[LocalFile], list[bytes]]:
     raws = [np.random.default_rng(n).bytes(size) for n, size in enumerate([100_001, 70_000, 5])]
-    for n, raw in enumerate(raws):
-        (tmp_path / f"{n}").write_bytes(raw)
+    for n, data in enumerate(raws):
+        (tmp_path / f"{n}").write_bytes(data)
     return [LocalFile(tmp_path / f"{n}") for n in range(len(raws))], raws
 
 
@@ -85,7 +91,7 @@ def test_files_are_read_in_turns(
     ranges = [part(n, 0, source.size) for n, source in enumerate(files[0])]
     for threads, order in ((1, [0, 0, 0, 0, 1, 1, 1, 2]), (2, [0, 1, 0, 1, 0, 1, 0, 2])):
         how = started(mfload.Options(threads=threads))
-        assert [block.source for block in in_turns(map(cut, ranges), how)] == order
+        assert [block.source for block in in_turns(map(_reads, ranges), how)] == order
 
 
 @given(
@@ -122,7 +128,6 @@ def test_blocks_as_they_are(files: tuple[list[LocalFile], list[bytes]]) -> None:
 def test_nothing_to_read(files: tuple[list[LocalFile], list[bytes]]) -> None:
     seen = _Seen()
     assert look(files[0], [], seen) == ()
-    assert look(files[0], [part(0, 0, 0)], seen) == ()
     assert seen.parts == []
 
 
@@ -153,7 +158,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
     source = LocalFile(path)
 
     class Changing(_Seen):
-        def saw(self, *args: Any) -> None:
+        def take(self, *args: Any) -> None:
             os.utime(path, (1, 1))
 
     with pytest.raises(errors.SourceChangedError):
@@ -162,7 +167,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path) -> None:
 
 def test_an_error_of_the_observer_ends_it(files: tuple[list[LocalFile], list[bytes]]) -> None:
     class Failing(_Seen):
-        def saw(self, *args: Any) -> None:
+        def take(self, *args: Any) -> None:
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -174,7 +179,7 @@ def test_the_deadline(files: tuple[list[LocalFile], list[bytes]]) -> None:
     hung = threading.Event()
 
     class Slow(_Seen):
-        def saw(self, *args: Any) -> None:
+        def take(self, *args: Any) -> None:
             hung.wait(20)
 
     with pytest.raises(errors.LoadTimeoutError):
@@ -199,7 +204,6 @@ def test_ranges_are_shown_in_parts(
 ) -> None:
     source, raw = large
     monkeypatch.setattr(scanning, "BLOCK", 100_000)
-    monkeypatch.setattr(engines, "SHOWN", 300_000)
     monkeypatch.setattr(scanning, "SHOWN", 300_000)
     if not cached:  # Or unknown.
         monkeypatch.setattr(probes, "cached_share", lambda *_: None)

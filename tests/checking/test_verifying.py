@@ -21,7 +21,6 @@ import mfload
 from mfload import errors
 from mfload.checking import scan as scanning
 from mfload.checking.manifest import Manifest
-from mfload.io import engine as engines
 
 MODEL = samples.model()
 
@@ -164,7 +163,11 @@ def test_tensors_are_hashed_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     path = samples.save(tmp_path / "many.safetensors", arrays)
     seen: list[Any] = []
     real = scanning.scan
-    monkeypatch.setattr(scanning, "scan", lambda *args: seen.extend(args[1]) or real(*args))
+    monkeypatch.setattr(
+        scanning,
+        "scan",
+        lambda *args: seen.extend(each.blocks[0] for each in args[1]) or real(*args),
+    )
     options = mfload.Options(threads=2)
     assert mfload.verify(path, mode="write", checksums="xxh3", options=options).ok
     gaps = [b.offset - a.offset for a, b in itertools.pairwise(seen)]
@@ -207,7 +210,7 @@ def test_any_flipped_byte_of_a_cached_file_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also on the borders of what is shown at once, of tensors, and of members of an archive."""
-    monkeypatch.setattr(engines, "SHOWN", 5 << 20)
+    monkeypatch.setattr(scanning, "SHOWN", 5 << 20)
     arrays = {f"t{n}": np.random.default_rng(n).bytes(size) for n, size in enumerate((9 << 20, 5))}
     rows = {name: np.frombuffer(raw, np.uint8) for name, raw in arrays.items()}
     path = samples.save(tmp_path / "large.safetensors", rows)
