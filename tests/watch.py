@@ -17,7 +17,7 @@ import pytest
 
 from mfload.io import mapped
 from mfload.io.buffers import ForkProtection
-from mfload.io.engine import Engine, fill
+from mfload.io.engine import Engine, fill, hand_on
 
 
 class Read(NamedTuple):
@@ -103,13 +103,16 @@ def before_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None]) 
     monkeypatch.setattr(mapped, "_populate", populate)
 
 
-def engine(
-    blocks: Any, open_reader: Any, threads: int, observer: Any = None, memory: Any = ()
-) -> Engine:
+def engine(blocks: Any, open_reader: Any, threads: int, memory: Any = ()) -> Engine:
     """The engine of readers into memory that a disk writes to."""
     protection = ForkProtection(memory)
-    work = functools.partial(fill, open_reader, list(memory), observer, protection)
+    work = functools.partial(fill, open_reader, list(memory), None, protection)
     return Engine([(blocks, work, threads)])
+
+
+def handing(lots: Any, open_reader: Any, threads: int, place: Any) -> Engine:
+    """The engine of readers that hand lots to a place."""
+    return Engine([(lots, functools.partial(hand_on, open_reader, place), threads)])
 
 
 def drop_cache(path: Path) -> None:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import collections
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from operator import methodcaller
 from typing import Any
 
 from mfload.index import Piece
@@ -24,7 +22,6 @@ from mfload.planning.lots import cut, raw
 from mfload.planning.memory import too_small
 from mfload.planning.plan import Plan
 from mfload.report import human
-from mfload.sources import together
 from mfload.sources.base import Source
 
 BLOCK = 1 << 20
@@ -65,17 +62,9 @@ def scan(
         fitting = min(options.threads or usual, room // held)
         options = options.replace(threads=fitting, max_host_overhead=None)
     made: Any = tuple(lots)
-    notes, _ = execute.run(
-        Plan((), (), made, 0),
-        [],
-        sources,
-        route,
-        threads=readers(options, held, usual),
-        deadline=options.deadline,
-        advance=advance,
-        place=place,
-    )
-    check_unchanged(sources, sizes, options)
+    given, threads = (Plan((), (), made, 0), [], sources, route), readers(options, held, usual)
+    how: Any = {"deadline": options.deadline, "advance": advance, "place": place}
+    notes, _ = execute.run(*given, threads=threads, **how)
     return notes
 
 
@@ -157,14 +146,6 @@ def choose_route(
     wanted = [(sources[number], nbytes) for number, nbytes in sizes.items()]
     choose = lambda: routing.choose(wanted, options.engine, options.page_cache)  # noqa: E731
     return dict(zip(sizes, options.deadline.bound(choose, "opening the files"), strict=True))
-
-
-def check_unchanged(
-    sources: Sequence[Source], numbers: Iterable[int], options: LoadOptions
-) -> None:
-    """Raises SourceChangedError if a file is no longer the one whose header was read."""
-    look = partial(together, methodcaller("check"), [sources[number] for number in numbers])
-    options.deadline.bound(look, "looking at the files again")
 
 
 def throughput(nbytes: int, seconds: float) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import methodcaller
 from typing import Any, Literal, NamedTuple, get_args
 
 from mfload import deprecated, errors, sources
@@ -162,43 +163,26 @@ def verify(
     errors.check_choice("mode", mode, get_args(Mode))
     if not isinstance(checksums, bool):
         errors.check_choice("checksums", checksums, ALGORITHMS)
-    of_tensors, of_files = checksums != "sha256", checksums != "xxh3"
-    seen = how.deadline.bound(
-        lambda: headers.inspect(path, how), "reading headers", sources.shown(path)
-    )
-    names = manifests.relative_names(seen.found.names, seen.found.index_file)
-    writes = mode == "write"
+    seen = _headers(path, how)
     choose = partial(_chosen, seen, manifest, mode, checksums, overwrite=overwrite)
     chosen = how.deadline.bound(choose, "reading the manifest", seen.found.name)
     known = chosen.known
-    of_tensors &= known is None or known.hashed
-    by_file = of_files and (writes or known is not None)
-    expected, differing = _expected(
-        seen, known, names, sha256, of_tensors=of_tensors, of_files=by_file
-    )
+    of_tensors = checksums != "sha256" and (known is None or known.hashed)
+    of_files = checksums != "xxh3"
+    by_file = of_files and (mode == "write" or known is not None)
+    expected, differing = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
     hashed: dict[Any, None] = dict.fromkeys(expected)
-    if writes:
+    if mode == "write":
         hashed |= dict.fromkeys(seen.tensors if of_tensors else ())
         hashed |= dict.fromkeys(range(len(seen.sources)) if of_files else ())
-    keys: dict[int, list[Any]] = {}  # What is hashed of each file, by its number.
-    for key in hashed:
-        number = key if isinstance(key, int) else seen.tensors[key].pieces[0].source
-        keys.setdefault(number, []).append(key)
     sums = _own_sums(seen) if checksums else []
-    for number, each in sums:
-        keys.setdefault(number, []).append((number, each))
-    compared = {n for n, each in enumerate(seen.sources) if getattr(each, "compares", False)}
-    compared = compared if checksums else set()
-    for info in seen.tensors.values() if compared else ():
-        if info.pieces[0].source in compared and info.name not in hashed:
-            keys.setdefault(info.pieces[0].source, []).append(info.name)
+    compared = [n for n, each in enumerate(seen.sources) if getattr(each, "compares", False)]
+    keys = _by_file(seen, hashed, sums, compared if checksums else ())
     ranges = {number: _ranges(seen, number, keys[number], how) for number in keys}
     total = read = sum(part.nbytes for parts in ranges.values() for part in parts)
-    other = comparison = None
-    if against is not None:
-        other = how.deadline.bound(
-            lambda: headers.inspect(against, how), "reading headers", sources.shown(against)
-        )
+    other = None if against is None else _headers(against, how)
+    comparison = None
+    if other is not None:
         with gc_paused():
             both = _pairs(seen, other)
             comparison = Comparison(seen.sources, other.sources, both, values=False)
@@ -210,19 +194,10 @@ def verify(
         except errors.ChecksumError as error:  # Of a source that compares what it reads.
             digests = {}
             seen.problems.append(Problem.of(error))
-        for key, (digest, origin) in expected.items():
-            found = digests.get(key, digest)
-            if found != digest and isinstance(key, str):
-                what, file = "the tensor's bytes have changed", seen.file_of(seen.tensors[key])
-                differing.append(Problem(what, file, key, digest, found))
-            elif found != digest:
-                file, wanted = seen.sources[key].name, f"{digest} ({origin})"
-                told = differing if origin == _MANIFEST else seen.problems
-                told.append(Problem(_OTHER_SUM, file, None, wanted, found))
+        differing += _differing(seen, expected, digests)
         if differing and known is not None:
-            seen.problems += how.deadline.bound(
-                lambda: _of_other_data(seen, known, differing), "reading headers", known.path
-            )
+            look = partial(_of_other_data, seen, known, differing)
+            seen.problems += how.deadline.bound(look, "reading headers", known.path)
         for number, each in sums:
             if (found := digests.get((number, each), each.crc32)) != each.crc32:
                 info = seen.tensors[each.tensor]
@@ -233,25 +208,24 @@ def verify(
         at = [*seen.sources, seen.found.index, chosen.read_from]
         look = partial(_replaced, list(filter(None, at)))
         seen.problems[:] = how.deadline.bound(look, "looking again") or seen.problems
-    target = chosen.target
-    if target is not None and seen.problems:
+    written = chosen.target is not None and not seen.problems
+    if written:
+        _write(seen, chosen, digests, of_tensors, of_files, how, overwrite=overwrite)
+    elif chosen.target is not None:
         seen.notes.append("no manifest was written, since there are problems")
-        target = None
-    elif target is not None:
-        _write(seen, target, names, digests, of_tensors, of_files, how, overwrite=overwrite)
-        seen.notes += _removed(chosen.replaced)
+    elif checksums and mode == "auto" and not (digests or known or other or seen.problems):
+        beside = "" if chosen.beside is None else f" at {chosen.beside}"
+        seen.notes.append(f"there is no manifest{beside}: mode='write' makes one")
     checked = {
         "headers": True,
         "index": seen.found.index_file is not None,
-        "checksums": writes or bool(compared) or (known is not None and of_tensors),
+        "checksums": mode == "write"
+        or bool(checksums and compared)
+        or (known is not None and of_tensors),
         "crc32": bool(sums),
         "sha256": any(isinstance(key, int) for key in expected),
         "against": other is not None,
     }
-    if checksums and mode == "auto" and not (digests or known or other or seen.problems):
-        at = "" if chosen.beside is None else f" at {chosen.beside}"
-        how_to = "mode='write' makes one"
-        seen.notes.append(f"there is no manifest{at}: {how_to}")
     columns = seen.tensors.columns
     others = columns.others.values()  # Of these, the column has the bytes of the first piece.
     return Verification(
@@ -263,8 +237,49 @@ def verify(
         sum(columns.nbytes) + sum(info.nbytes - info.pieces[0].nbytes for info in others),
         read,
         time.perf_counter() - start,
-        target if known is None else known.path,
+        known.path if known is not None else chosen.target if written else None,
     )
+
+
+def _headers(path: Any, how: LoadOptions) -> Headers:
+    look = partial(headers.inspect, path, how)
+    return how.deadline.bound(look, "reading headers", sources.shown(path))
+
+
+def _by_file(
+    seen: Headers, hashed: Iterable[Any], sums: Iterable[Any], compared: Collection[int]
+) -> dict[int, list[Any]]:
+    """What is hashed of each file, by its number: itself, tensors, and what archives have sums of.
+
+    `compared` are the files that compare the tensors that are read of them.
+    """
+    made: dict[int, list[Any]] = {}
+    for key in (*hashed, *sums):
+        number = seen.tensors[key].pieces[0].source if isinstance(key, str) else key
+        made.setdefault(number if isinstance(number, int) else number[0], []).append(key)
+    if compared:
+        done = {*hashed}
+        for info in seen.tensors.values():
+            if (number := info.pieces[0].source) in compared and info.name not in done:
+                made.setdefault(number, []).append(info.name)
+    return made
+
+
+def _differing(
+    seen: Headers, expected: Mapping[Any, PublishedSum], digests: Mapping[Any, str]
+) -> list[Problem]:
+    """Problems of digests that are not as the manifest says; those of others go to `seen`."""
+    differing: list[Problem] = []
+    for key, (digest, origin) in expected.items():
+        found = digests.get(key, digest)
+        if found != digest and isinstance(key, str):
+            what, file = "the tensor's bytes have changed", seen.file_of(seen.tensors[key])
+            differing.append(Problem(what, file, key, digest, found))
+        elif found != digest:
+            file, wanted = seen.sources[key].name, f"{digest} ({origin})"
+            told = differing if origin == _MANIFEST else seen.problems
+            told.append(Problem(_OTHER_SUM, file, None, wanted, found))
+    return differing
 
 
 class _Chosen(NamedTuple):
@@ -399,8 +414,7 @@ def _of_other_data(
 
 def _write(
     seen: Headers,
-    target: str,
-    names: Mapping[str, str],
+    chosen: _Chosen,
     digests: Mapping[Any, str],
     of_tensors: bool,
     of_files: bool,
@@ -409,6 +423,7 @@ def _write(
     overwrite: bool,
 ) -> None:
     """Writes the manifest of what was hashed, unless the files were replaced meanwhile."""
+    names = manifests.relative_names(seen.found.names, seen.found.index_file)
     entries = {
         names[source.name]: FileEntry(source.size, digests[number])
         for number, source in enumerate(seen.sources)
@@ -418,10 +433,18 @@ def _write(
     identity = manifests.identify(numbers, seen.sources, seen.tensors)
     by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
     made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
-    check = partial(scanning.check_unchanged, seen.sources, numbers, how)
+    look = partial(sources.together, methodcaller("check"), seen.sources)
+    check = partial(how.deadline.bound, look, "looking at the files again")
     files = [each.file for each in seen.sources if each.file is not None]
     text = made.text().encode()
+    target = chosen.target or ""
     publishing.write_manifest(target, text, overwrite=overwrite, check=check, files=files)
+    for path in chosen.replaced:
+        try:
+            os.unlink(path)
+        except OSError as error:
+            raise errors.from_target(error, path, "remove the old manifest") from error
+        seen.notes.append(f"removed {path}, the manifest with its earlier name")
 
 
 def _replaced(given: Sequence[Source]) -> list[Problem]:
@@ -437,20 +460,9 @@ def _replaced(given: Sequence[Source]) -> list[Problem]:
     return found
 
 
-def _removed(paths: Sequence[str]) -> list[str]:
-    """Removes manifests of old names; returns a note for each."""
-    for path in paths:
-        try:
-            os.unlink(path)
-        except OSError as error:
-            raise errors.from_target(error, path, "remove the old manifest") from error
-    return [f"removed {path}, the manifest with its earlier name" for path in paths]
-
-
 def _expected(
     seen: Headers,
     known: Manifest | None,
-    names: Mapping[str, str],
     sha256: Sums,
     *,
     of_tensors: bool,
@@ -468,6 +480,7 @@ def _expected(
     expected: dict[Any, PublishedSum] = {}
     differing: list[Problem] = []
     if known is not None:
+        names = manifests.relative_names(files, seen.found.index_file)
         single = seen.found.index_file is None and not seen.found.whole
         for file, name in names.items():
             if of_files and name in known.files:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -126,7 +127,7 @@ def run(
         staged=staging is not None,
     )
     rounds: list[list[Pool]] = []
-    blocks = plan.blocks
+    blocks, lots = plan.blocks, [] if place is None else list[Any](plan.blocks)
     if staging is not None and any(map(staging.methods.devices, plan.blocks)):
         from mfload.cuda.engine import onto_devices
 
@@ -169,8 +170,7 @@ def run(
             if block is None:
                 raise
             names: Any = plan.tensors_of(block)
-            if place is not None:
-                lots: Any = plan.blocks
+            if lots:
                 names = (lot.tensor for lot in lots if block in (lot, *lot.blocks))
             tensor = next(iter(names), None)
             raise named(error, sources[block.source].name, tensor)  # noqa: B904 - it has its cause
@@ -179,8 +179,9 @@ def run(
                 source.keep(False)
     if not threads and advance is not None and nbytes:
         advance(nbytes)
-    if plan.places:
-        used = {*map(_SOURCE, plan.blocks), *map(_SOURCE, plan.buffers)} - {None}
+    if plan.places or lots:
+        some = itertools.chain(plan.blocks, plan.buffers, *(lot.blocks for lot in lots))
+        used = {*map(_SOURCE, some)} - {None}
         check, some = methodcaller("check"), map(sources.__getitem__, used)
         look = partial(together, check, some) if concurrency else partial(list, map(check, some))
         deadline.bound(look, "looking at the files again")

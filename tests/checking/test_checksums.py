@@ -22,6 +22,7 @@ from mfload.checking.checksums import Hasher
 from mfload.index import Piece, TensorInfo
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, Segment, stored
+from mfload.planning.lots import raw
 from mfload.runtime import Deadline
 
 
@@ -58,7 +59,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
     size, rows, cuts = layout
     data = _data(size, seed)
     observer = Hasher(rows, {0: size} if whole else None)
-    blocks = [Block(0, a, b - a, ()) for a, b in itertools.pairwise(cuts)]
+    lots = [raw(Block(0, a, b - a, ())) for a, b in itertools.pairwise(cuts)]
     delays = random.Random(seed)
 
     class Reader(PreadReader):
@@ -71,7 +72,7 @@ def test_digests_are_those_of_the_bytes_whoever_brings_them(
 
         def close(self) -> None: ...
 
-    watch.engine(blocks, lambda _: Reader(), threads, observer).run(Deadline(None))
+    watch.handing(lots, lambda _: Reader(), threads, observer).run(Deadline(None))
     for row in rows:
         part = data[row.pieces[0].offset :][: row.nbytes]
         assert observer.digests()[row.name] == xxhash.xxh3_128_hexdigest(part.tobytes())
@@ -140,9 +141,9 @@ def test_a_hash_that_fails_stops_the_others(monkeypatch: pytest.MonkeyPatch) -> 
 
         def close(self) -> None: ...
 
-    blocks = [Block(0, at, 10, ()) for at in range(0, 100, 10)]
+    lots = [raw(Block(0, at, 10, ())) for at in range(0, 100, 10)]
     with pytest.raises(ZeroDivisionError):
-        watch.engine(blocks, lambda _: Reader(), 4, observer).run(Deadline(None))
+        watch.handing(lots, lambda _: Reader(), 4, observer).run(Deadline(None))
 
 
 def test_bytes_shown_twice_are_a_fault_and_no_digest() -> None:

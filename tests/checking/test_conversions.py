@@ -223,7 +223,7 @@ class TestDtypes:
     def test_as_a_load_converts(
         self, dtype: Any, to: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(copying.stream, "BATCH", 30_000)
+        monkeypatch.setattr(copying, "OVERHEAD", 240_000)
         rules = dtype
         if isinstance(dtype, list):
             floats = [n for n, array in MODEL.items() if array.dtype.kind in "fV"]
@@ -361,9 +361,9 @@ class TestNames:
         """Headers are the same, and what was written is not."""
         arrays = {name: np.full(100_000, n, np.float32) for n, name in enumerate("abc")}
         mfload.save(arrays, path := tmp_path / "in.safetensors")
-        true, count = Copier.saw, 0
+        true, count = Copier.take, 0
 
-        def saw(*given: Any) -> None:
+        def take(*given: Any) -> None:
             nonlocal count
             count += 1
             if count > 3:
@@ -372,7 +372,7 @@ class TestNames:
 
         out = tmp_path / "out.safetensors"
         with monkeypatch.context() as patch:
-            patch.setattr(Copier, "saw", saw)
+            patch.setattr(Copier, "take", take)
             with pytest.raises(KeyboardInterrupt):
                 mfload.convert(path, out, mapping={"a": "x", "b": None})
         done = mfload.convert(path, out, mapping={"b": "x", "a": None})
