@@ -67,11 +67,10 @@ class Copier:
         ]
         # Lots of an earlier writer may have had other edges, as with another limit.
         ours = {block for lot in (*self._raw, *self._landed) for block, _ in lot.key}.union(heads)
-        for block, digest in journal.found.items() if journal is not None else ():
-            if block in ours:
-                seal.written[block] = digest
-            else:
-                drafts[block.source].count(-block.nbytes)
+        found = {} if journal is None else journal.found
+        seal.take_over({b: found[b] for b in found.keys() & ours}, drafts, how)
+        for block in found.keys() - seal.written.keys():
+            drafts[block.source].count(-block.nbytes)
         self.resumed = sum(block.nbytes for block in seal.written)
         for block in heads:
             header = np.frombuffer(layouts[block.source].header, np.uint8)

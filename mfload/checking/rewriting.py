@@ -13,13 +13,12 @@ import re
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from mfload import dtypes, errors
 from mfload.checking import beside, copying, manifest, renaming
 from mfload.checking.beside import Beside
-from mfload.checking.checksums import Hasher, refuse, tensor_hash
+from mfload.checking.checksums import Hasher, refuse
 from mfload.checking.copying import Copier
 from mfload.checking.manifest import Manifest
 from mfload.checking.scan import readers
@@ -198,9 +197,6 @@ class _Rewrite:
         notes: list[str] = []
         # Both passes tell of the same bytes, but for the headers.
         nbytes = sum(made.size for made in self.layouts) + sum(row.nbytes for row in rows)
-        if journal is not None and journal.found:
-            check = partial(journal.check, tensor_hash())
-            how.deadline.bound(check, "reading what an earlier run wrote", journal.path)
         with shown(self.wishes.progress, nbytes) as advance:
             copier = Copier(drafts, self.layouts, sources, how, hasher, seal, journal)
             if copier.resumed:

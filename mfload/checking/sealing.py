@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mfload import errors
@@ -64,6 +64,21 @@ class Seal:
         self.written[Block(number, offset, nbytes, ())] = hashed.hexdigest()
         return nbytes
 
+    def take_over(
+        self, found: Mapping[Block, str], drafts: Sequence[Draft], how: LoadOptions
+    ) -> None:
+        """Counts ranges that an earlier run wrote as written, if the disk gives them back.
+
+        After a loss of power, a journal may know of more than the drafts hold.
+        """
+        lots = [raw(block, key=found[block]) for block in sorted(found)]
+        files = [draft.source() for draft in drafts] if lots else []
+        try:
+            scan(files, lots, _Found(self.written, self._new), how.replace(engine="direct"))
+        except errors.SourceError as error:
+            if isinstance(error, TimeoutError):
+                raise
+
     def manifest(
         self,
         drafts: Sequence[Draft],
@@ -113,6 +128,18 @@ class Seal:
         table = {info.name: info for info in infos}
         sums = digests if self._tensors else None
         return Manifest.of(table, sums, entries, identity).text().encode()
+
+
+class _Found:
+    """Place of what an earlier run wrote; notes the ranges that are as it said."""
+
+    def __init__(self, written: dict[Block, str], new: Callable[..., Any]) -> None:
+        self._written, self._new = written, new
+
+    def take(self, lot: Lot, number: int, data: Any, stopped: Stopped) -> None:
+        """Takes the next range."""
+        if self._new(data).hexdigest() == lot.key:
+            self._written[lot.blocks[number]] = lot.key
 
 
 class _Reader:

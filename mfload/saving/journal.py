@@ -7,20 +7,18 @@ a writer goes on, and before the drafts get their names. A line that a kill cut 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from io import FileIO
 from types import TracebackType
-from typing import Any
 
 from mfload import errors
 from mfload.planning.blocks import Block
 from mfload.saving.descriptors import closed, number, opened
-from mfload.saving.drafts import BLOCK, Draft, is_ours
+from mfload.saving.drafts import Draft, is_ours
 
 _MAX_SIZE = 256 << 20  # Of some 20 TB.
 _LINE = re.compile(rb"(\d{1,9}) (\d{1,19}) (\d{1,19}) ([0-9a-f]{32})\n")
@@ -71,20 +69,6 @@ class Journal:
         block = Block(int(draft), int(offset), int(nbytes), ())
         if block.source < len(self._drafts):
             self.found[block] = digest.decode()
-
-    def check(self, new: Callable[[Any], Any]) -> None:
-        """Forgets ranges that the disk gives back otherwise; `new` makes their hash.
-
-        After a loss of power the journal may know of more than the drafts hold.
-        """
-        files = [draft.source() for draft in self._drafts]
-        for block, digest in [*self.found.items()]:
-            raw = b""
-            with contextlib.suppress(errors.SourceError):
-                raw = files[block.source].read(block.offset, min(block.nbytes, BLOCK))
-            if new(raw).hexdigest() != digest:
-                del self.found[block]
-                self._drafts[block.source].count(-block.nbytes)
 
     def add(self, block: Block, digest: str) -> None:
         """Notes a range that was written; several threads may."""
