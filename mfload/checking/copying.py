@@ -58,13 +58,11 @@ class Copier:
         self._hasher, self._seal, self._journal = hasher, seal, journal
         self._raw = [*_raw(layouts, gap(sources))]
         costs = sources[0].costs if sources else Costs()
-        self._landed = [
-            lot for n, made in enumerate(layouts) for lot in _landed(n, made, how, costs)
-        ]
-        headers = [np.frombuffer(made.header, np.uint8) for made in layouts]
-        heads = [
-            b for n, each in enumerate(headers) for b in cut(Block(n, 0, each.size, ()), BLOCK)
-        ]
+        self._landed: list[Lot] = []
+        heads: list[Block] = []
+        for number, made in enumerate(layouts):
+            self._landed += _landed(number, made, how, costs)
+            heads += cut(Piece(number, 0, len(made.header)), BLOCK)
         # Lots of an earlier writer may have had other edges, as with another limit.
         ours = {block for lot in (*self._raw, *self._landed) for block, _ in lot.key}.union(heads)
         found = {} if journal is None else journal.found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
@@ -176,8 +176,14 @@ def verify(
         hashed |= dict.fromkeys(seen.tensors if of_tensors else ())
         hashed |= dict.fromkeys(range(len(seen.sources)) if of_files else ())
     sums = _own_sums(seen) if checksums else []
-    compared = [n for n, each in enumerate(seen.sources) if getattr(each, "compares", False)]
-    keys = _by_file(seen, hashed, sums, compared if checksums else ())
+    compared = {n for n, each in enumerate(seen.sources) if getattr(each, "compares", False)}
+    compared = compared if checksums else set()
+    tensors = seen.tensors.values() if compared else ()
+    hashed |= {info.name: None for info in tensors if info.pieces[0].source in compared}
+    keys: dict[int, list[Any]] = {}  # What is hashed of each file, by its number.
+    for key in (*hashed, *sums):
+        number = seen.tensors[key].pieces[0].source if isinstance(key, str) else key
+        keys.setdefault(number if isinstance(number, int) else number[0], []).append(key)
     ranges = {number: _ranges(seen, number, keys[number], how) for number in keys}
     total = read = sum(part.nbytes for parts in ranges.values() for part in parts)
     other = None if against is None else _headers(against, how)
@@ -219,9 +225,7 @@ def verify(
     checked = {
         "headers": True,
         "index": seen.found.index_file is not None,
-        "checksums": mode == "write"
-        or bool(checksums and compared)
-        or (known is not None and of_tensors),
+        "checksums": mode == "write" or bool(compared) or (known is not None and of_tensors),
         "crc32": bool(sums),
         "sha256": any(isinstance(key, int) for key in expected),
         "against": other is not None,
@@ -244,25 +248,6 @@ def verify(
 def _headers(path: Any, how: LoadOptions) -> Headers:
     look = partial(headers.inspect, path, how)
     return how.deadline.bound(look, "reading headers", sources.shown(path))
-
-
-def _by_file(
-    seen: Headers, hashed: Iterable[Any], sums: Iterable[Any], compared: Collection[int]
-) -> dict[int, list[Any]]:
-    """What is hashed of each file, by its number: itself, tensors, and what archives have sums of.
-
-    `compared` are the files that compare the tensors that are read of them.
-    """
-    made: dict[int, list[Any]] = {}
-    for key in (*hashed, *sums):
-        number = seen.tensors[key].pieces[0].source if isinstance(key, str) else key
-        made.setdefault(number if isinstance(number, int) else number[0], []).append(key)
-    if compared:
-        done = {*hashed}
-        for info in seen.tensors.values():
-            if (number := info.pieces[0].source) in compared and info.name not in done:
-                made.setdefault(number, []).append(info.name)
-    return made
 
 
 def _differing(

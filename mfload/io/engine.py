@@ -58,9 +58,9 @@ class Place(Protocol):
         """Takes the bytes of a block of a lot, by its number, in the thread that read them.
 
         If the first block is kept, it comes with each of the others, as a pair. If the lot fills
-        memory, all of that is taken, with the number of the last block. Lots are
-        begun in their order and end in any, so a place may wait for the one before, until
-        `stopped` says that the call was given up.
+        memory, all of that is taken, with the number of the last block. Lots are begun in their
+        order and end in any, so a place may wait for the one before, until `stopped` says that the
+        call was given up.
         """
         ...
 
