@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter, methodcaller
@@ -169,10 +169,8 @@ def run(
             block = here.block if engine is None else engine.block
             if block is None:
                 raise
-            names: Any = plan.tensors_of(block)
-            if lots:
-                names = (lot.tensor for lot in lots if block in (lot, *lot.blocks))
-            tensor = next(iter(names), None)
+            names = (lot.tensor for lot in lots if block in (lot, *lot.blocks))
+            tensor = next(names if lots else iter(plan.tensors_of(block)), None)
             raise named(error, sources[block.source].name, tensor)  # noqa: B904 - it has its cause
         finally:
             for source in kept:
@@ -181,19 +179,29 @@ def run(
         advance(nbytes)
     if plan.places or lots:
         some = itertools.chain(plan.blocks, plan.buffers, *(lot.blocks for lot in lots))
-        used = {*map(_SOURCE, some)} - {None}
-        check, some = methodcaller("check"), map(sources.__getitem__, used)
-        look = partial(together, check, some) if concurrency else partial(list, map(check, some))
-        deadline.bound(look, "looking at the files again")
-        for number in used if concurrency else ():
-            source: Any = sources[number]
-            if failures := getattr(source, "failures", ()):  # Of seeds, whose replicas went on.
-                notes += failures
-                route[number] = route[number]._replace(file=source.name, engine=source.engine)
+        notes += _look_again({*map(_SOURCE, some)} - {None}, sources, route, deadline, concurrency)
     if trial is not None:
         notes += [str(trial)] if trial.over else []
         threads = min(threads, trial.way.readers)
     return tuple(notes), threads or 1
+
+
+def _look_again(
+    used: Collection[int],
+    sources: Sequence[Source],
+    route: dict[int, Leg],
+    deadline: Deadline,
+    concurrency: int | None,
+) -> Iterator[str]:
+    """Raises SourceChangedError if a file changed; yields notes of sources that are waited for."""
+    check, some = methodcaller("check"), map(sources.__getitem__, used)
+    look = partial(together, check, some) if concurrency else partial(list, map(check, some))
+    deadline.bound(look, "looking at the files again")
+    for number in used if concurrency else ():
+        source: Any = sources[number]
+        if failures := getattr(source, "failures", ()):  # Of seeds, whose replicas went on.
+            yield from failures
+            route[number] = route[number]._replace(file=source.name, engine=source.engine)
 
 
 def count_readers(
