@@ -20,6 +20,7 @@ from mfload.checking.numeric_diff import SAME, NumericDiff, Tolerance
 from mfload.checking.scan import Advance, gap, scan
 from mfload.index import Piece, TensorInfo
 from mfload.load_options import OVERHEAD, LoadOptions
+from mfload.loading import execute
 from mfload.planning import lots
 from mfload.planning.blocks import Lot
 from mfload.planning.lots import joined
@@ -29,7 +30,7 @@ from mfload.sources.base import Source
 _WHOLE = 8
 # Bytes that are compared sooner as `bytes` than by NumPy, whose calls take some microseconds.
 _SMALL = 16 << 10
-_PARTS = 8  # Of the overhead: what lands of either side, and what reads it, of several readers.
+_PARTS = 3  # Of the overhead, for each reader: what lands of either side, and what reads it.
 
 
 class Pair(NamedTuple):
@@ -156,10 +157,11 @@ class Comparison:
         """
         limit, bits = options.max_host_overhead, [element_bits(info) for info in pair]
         room = OVERHEAD if limit is None else limit
-        most, shift = room // _PARTS, len(self._left)
+        readers = options.threads or execute.reader_threads(direct=False)
+        most, shift = room // (_PARTS * readers), len(self._left)
         pieces = (p._replace(source=p.source + shift) for p in pair.right.pieces)
         sides = pair.left, pair.right._replace(pieces=tuple(pieces))
-        for first, stop in lots.ranges(pair, most, room // 3):
+        for first, stop in lots.ranges(pair, most, room // _PARTS):
             left, right = (lots.parts(each, each.dtype, first, stop) for each in sides)
             ours, theirs = ((stop - first) * width // 8 for width in bits)
             if limit is not None and max(ours, theirs) > limit // 2:
