@@ -252,4 +252,6 @@ def started(options: Options | None, deadline: Deadline | None = None) -> LoadOp
             expected="options=mfload.Options(engine=…, threads=…, …)",
             found=repr(options),
         )
-    return LoadOptions.of(options, deadline=deadline or Deadline(options.timeout), by_host=False)
+    return LoadOptions.of(
+        options, deadline=deadline or Deadline(options.timeout), by_host=False, check=None
+    )
