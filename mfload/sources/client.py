@@ -36,7 +36,6 @@ BROKEN = (OSError, http.client.HTTPException, ValueError)
 """What a broken connection or a malformed answer raises."""
 
 _INTERIM = 100  # Answers before the final one, at most.
-_PIECE = 1 << 20  # What a timeout may lose of what has come.
 
 
 class Proxy(NamedTuple):
@@ -170,9 +169,12 @@ class Answer(http.client.HTTPResponse):
             raise http.client.BadStatusLine("no answer but interim ones")
         return super()._read_status()  # pyright: ignore[reportAttributeAccessIssue]
 
-    def fill(self, views: deque[memoryview], nbytes: int) -> None:
-        """Receives so many bytes into buffers; those that are full leave the queue."""
-        if left := nbytes - fill(views, nbytes, self.readinto):
+    def fill(self, views: deque[memoryview], nbytes: int, piece: int | None = None) -> None:
+        """Receives so many bytes into buffers; those that are full leave the queue.
+
+        `piece`: what a timeout may lose of what has come. Default: a buffer.
+        """
+        if left := nbytes - fill(views, nbytes, self.readinto, piece):
             raise http.client.IncompleteRead(b"", left)
 
     def close(self) -> None:
@@ -183,10 +185,15 @@ class Answer(http.client.HTTPResponse):
         at_end(whole)
 
 
-def fill(views: deque[memoryview], nbytes: int, read_into: Callable[[Any], int]) -> int:
+def fill(
+    views: deque[memoryview],
+    nbytes: int,
+    read_into: Callable[[Any], int],
+    piece: int | None = None,
+) -> int:
     """Fills buffers, and takes those that are full from the queue; returns the bytes that came."""
     left = nbytes
-    while left and views and (got := read_into(views[0][: min(left, _PIECE)])):
+    while left and views and (got := read_into(views[0][: min(left, piece or left)])):
         left -= got
         views[0] = views[0][got:]
         if not views[0]:

@@ -44,6 +44,7 @@ TRIES = 5
 """Tries in a row that bring next to nothing, after which a read fails."""
 
 _PROGRESS = 64 << 10  # Bytes after which tries are counted anew.
+_PIECE = 1 << 20  # What a timeout may lose of what has come.
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # Seconds before the second try, doubled each time.
 _HEAD = 64 << 10  # Bytes of the first answer: most headers are shorter.
 _REDIRECTS = 5
@@ -331,7 +332,7 @@ class HttpHandle(ClosedAtEnd):
 
         def step() -> None:
             with self._asked(start := offset + came(), stop - 1) as answer:
-                answer.fill(views, stop - start)
+                answer.fill(views, stop - start, _PIECE)
 
         if stop > offset:
             self._persist(step, came)
