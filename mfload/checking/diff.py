@@ -162,10 +162,10 @@ def diff(
     """Compares two checkpoints, or states in memory, by value.
 
     Values are compared as numbers, whatever dtypes they are stored in: a float32 checkpoint and
-    its bfloat16 copy differ by their rounding. Both are read once, in parts: about 8 MiB of
-    memory a reader, and some hundred bytes for each of the parts. A tensor is loaded from both in
-    slabs, within `max_host_overhead`, if either stores it in another way than as one raw range in C
-    order. Arrays on a device are copied to the host one by one.
+    its bfloat16 copy differ by their rounding. Both are read once, in parts: about 2 MiB of
+    memory a reader, and some hundred bytes for each of the parts. A tensor is put together from
+    both in parts, within `max_host_overhead`, if either stores it in another way than as one raw
+    range in C order. Arrays on a device are copied to the host one by one.
 
     The result is true if nothing differs. Without a tolerance that takes the same dtypes and bits:
     0.0 differs from -0.0, and NaN from NaN with other bits. With `rtol` or `atol`, values alone

@@ -23,6 +23,7 @@ CONVERTER: Callable[[Any, Any], None] | None = None
 # Rows of a slot that are transposed at once: 4096 x 1024 float32 take 4 to 8 ms, and 25 without
 # (two cores; 12 to 20 rows are alike, also of 1, 2 and 8 bytes).
 _TILE = 16
+_SHORT = 64 << 10  # Bytes of short rows at once: a call of NumPy takes as long as some thousand.
 _WORTH_POPULATING = 64 << 10  # Of memory in small pages, which is not mfload's.
 # To map rows that lie so far apart, or fewer, takes more time than to read them.
 _APART, _ROWS_A_MAP = 32 << 10, 96
@@ -194,8 +195,10 @@ def _copy(source: Any, target: Any, copy: Copy) -> None:
         if target.ndim < 2 or target.strides[0] >= target.strides[-1]:
             np.copyto(target, source)
             return
-        for first in range(0, len(target), _TILE):
-            np.copyto(target[first : first + _TILE], source[first : first + _TILE])
+        rows = len(target)
+        tile = max(_TILE, _SHORT * rows // max(1, target.nbytes))
+        for first in range(0, rows, tile):
+            np.copyto(target[first : first + tile], source[first : first + tile])
         return
     from mfload.io import convert  # Late: most loads convert nothing.
 

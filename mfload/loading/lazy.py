@@ -476,7 +476,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         except TypeError:  # Such as a list: not a name, which the index says.
             return TensorSlice(self, self.info(name))
 
-    def slice(self, info: TensorInfo, index: Any) -> Array:
+    def _slice(self, info: TensorInfo, index: Any) -> Array:
         """The part of a tensor that an index takes."""
         if self._alone:
             return self.read_part(info, index)
@@ -627,7 +627,7 @@ class TensorSlice(Generic[Array]):
         Raises:
             SliceError: The index does not fit the tensor.
         """
-        return self._opened.slice(self._info, index)
+        return self._opened._slice(self._info, index)
 
     def __repr__(self) -> str:
         return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"

@@ -14,8 +14,8 @@ from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, boxes_between
 
-_SLOT = 2 << 20
-"""Bytes that are read at once where they don't stay as they are stored."""
+_SLOT, _LEAST = 2 << 20, 4096
+"""Bytes that are read at once where they don't stay as they are stored, at most and at least."""
 
 
 def raw(*blocks: Block, key: Any = None) -> Lot:
@@ -33,9 +33,10 @@ def landed(
     """
     starts = [*itertools.accumulate((each.nbytes for each in requests), initial=at)]
     size = starts.pop()
-    costs = costs._replace(block=_SLOT, staged=_SLOT)
+    slot = max(_LEAST, min(_SLOT, costs.span))  # The callers' span is a part of the limit.
+    costs = costs._replace(block=slot, staged=slot)
     plan = make_plan(requests, alignment=1, costs=costs, given=[(0, start) for start in starts])
-    held, tensor = size + _SLOT + plan.decoding, requests[0].info.name
+    held, tensor = size + plan.staged + plan.decoding, requests[0].info.name
     return Lot(plan.blocks, nbytes, held, size, tensor=tensor, key=key)
 
 
@@ -73,8 +74,20 @@ def parts(
     info: TensorInfo, dtype: DType, first: int, stop: int, *, checked: bool = False
 ) -> list[Request]:
     """Requests for a range of the elements of a tensor in C order."""
-    boxes = boxes_between(first, stop, info.shape)
+    boxes = [*boxes_between(first, stop, info.shape)]
+    if len(info.pieces) > 1 and info.shape:  # A plan looks at each of them.
+        low, high = boxes[0][0][0], boxes[-1][0][1]
+        near = tuple(each for each in info.pieces if _meets(each, low, high))
+        info = info._replace(pieces=near)
     return [Request(info, dtype, boxed(info, box), checked) for box in boxes]
+
+
+def _meets(piece: Piece, low: int, high: int) -> bool:
+    """Whether a piece may hold some of these rows of the first dim."""
+    if piece.stored is None or not piece.stored.box:
+        return True
+    start, stop = piece.stored.box[0]
+    return start < high and low < stop
 
 
 def joined(

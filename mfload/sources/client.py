@@ -177,6 +177,12 @@ class Answer(http.client.HTTPResponse):
         if left := nbytes - fill(views, nbytes, self.readinto, piece):
             raise http.client.IncompleteRead(b"", left)
 
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, BROKEN):  # `http.client` also closes what has lost its place.
+            at_end, self.at_end = self.at_end, bool
+            at_end(False)
+        self.close()
+
     def close(self) -> None:
         """Ends it."""
         whole = self.isclosed() or self.length == 0  # What follows the last chunk isn't waited for.

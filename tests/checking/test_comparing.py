@@ -406,3 +406,23 @@ def test_what_is_stored_otherwise_is_compared_within_the_limit(tmp_path: Path, k
     assert buffers.peak_bytes() <= limit + (4 << 20)  # What decoders hold comes on top.
     assert "[2900, 3]" in str(found)
     assert not found.ok
+
+
+@pytest.mark.parametrize("limit", [256 << 10, 1 << 20])
+def test_a_small_limit_holds_for_what_is_stored_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    array, held = samples.numbers((100, 20_000), np.float32), dict[int, int]()
+    np.save(tmp_path / "a.npy", array)
+    (tmp_path / "other").mkdir()
+    np.save(tmp_path / "other/a.npy", np.asfortranarray(array))
+    give = buffers.WorkerSlot.bytes
+
+    def given(slot: buffers.WorkerSlot, nbytes: int) -> Any:
+        held[id(slot)] = max(nbytes, held.get(id(slot), 0))
+        return give(slot, nbytes)
+
+    monkeypatch.setattr(buffers.WorkerSlot, "bytes", given)
+    options = mfload.Options(max_host_overhead=limit, threads=1)
+    assert mfload.diff(tmp_path / "a.npy", tmp_path / "other/a.npy", options=options)
+    assert 0 < sum(held.values()) <= limit + (16 << 10)  # The pages at the ends of slots.

@@ -11,11 +11,14 @@ from hypothesis import given, settings, strategies as st
 
 import mfload
 from mfload.checking.scan import scan
+from mfload.dtypes import TABLE
+from mfload.index import Piece, TensorInfo
 from mfload.options import started
 from mfload.planning import lots
 from mfload.planning.blocks import Lot
 from mfload.sources.base import Costs
 from mfload.sources.local import LocalFile
+from mfload.stored import Encoding, Stored
 
 
 class _Taken(dict[Any, bytes]):
@@ -57,3 +60,19 @@ def test_ranges_follow_each_other(
     for (first, stop), data in taken.items():
         assert data[at:] == flat[first:stop].tobytes()
     assert sum(told) == 4 * array.size
+
+
+def test_a_part_has_the_pieces_that_it_lies_in(tmp_path: Path) -> None:
+    """Or planning all parts of a tensor of many chunks would take the square of them."""
+    row = Encoding("zlib", 1)
+    pieces = tuple(
+        Piece(0, 100 * n, 100, Stored(box=((4 * n, 4 * n + 4), (0, 8)), encodings=(row,)))
+        for n in range(50)
+    )
+    info = TensorInfo("w", TABLE["U8"], (200, 8), pieces)
+    for first, stop in lots.ranges([info], 96, 96):
+        (request, *more) = lots.parts(info, info.dtype, first, stop)
+        assert all(each.info is request.info for each in more)
+        boxes = [piece.stored.box[0] for piece in request.info.pieces if piece.stored is not None]
+        rows = range(first // 8, -(-stop // 8))
+        assert boxes == [(4 * n, 4 * n + 4) for n in range(rows[0] // 4, rows[-1] // 4 + 1)]

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -353,3 +354,39 @@ opened.get_tensor("w"), opened.get_slice("w")[3:5]
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ended.stderr == ended.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\nno length\r\n",
+        b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel",
+        b"Content-Length: 9\r\n\r\nhello",
+    ],
+)
+def test_the_connection_of_a_broken_answer_is_not_used_again(answer: bytes) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        accepted, _ = listener.accept()
+        with accepted:
+            accepted.recv(1 << 16)
+            accepted.sendall(b"HTTP/1.1 200 OK\r\n" + answer)
+            if b"no length" not in answer:
+                return
+            accepted.recv(1 << 16)  # The next request, if there is one.
+
+    with listener:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        client = connections.Client(connections.Tls(), 4)
+        server = "http", "127.0.0.1", listener.getsockname()[1]
+        with (
+            pytest.raises(connections.BROKEN),
+            client.ask(server, "/", {}, connections.Limits(5)) as broken,
+        ):
+            broken.fill(deque([memoryview(bytearray(9))]), 9)
+        assert client.waiting(server) is None
+        client.close()
+        thread.join(10)
+    assert not thread.is_alive()
