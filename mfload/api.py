@@ -257,6 +257,7 @@ def load(
         from mfload.loading import attempts
 
         if attempts.needed(fallback, options):
+            names = list(names) if isinstance(names, Iterator) else names  # For each attempt.
             fixed: dict[str, Any] = {"framework": framework, "device": device, "names": names}
             fixed |= {"dtype": dtype, "mesh": mesh, "shardings": shardings, "shard": shard}
             fixed |= {"unmatched": unmatched, "verify": verify, "progress": progress}
@@ -370,7 +371,9 @@ def open(
 
     if isinstance(names, Iterator):
         names = list(names)
-    asked = lazy.Asked(device, options, names, verify, report, fallback)
+    first, second = (path, fallback) if prefer == "path" else (fallback, path)
+    other = None if fallback is None else second
+    asked = lazy.Asked(device, options, names, verify, report, other)
 
     def begin(place: Any, options: Options | None) -> LazyCheckpoint[Any]:
         if report is not None:
@@ -378,7 +381,6 @@ def open(
         wanted = asked if place is first else asked._replace(fallback=None)
         return lazy.opened(place, framework, wanted, started(options))
 
-    first = path if prefer == "path" else fallback
     if fallback is None:
         return begin(path, options)
     from mfload.loading import attempts
@@ -480,6 +482,8 @@ def stream(
         return call(path, options=options)
     from mfload.loading import attempts
 
+    if lazy:  # They are read where the stream was opened.
+        return attempts.run(call, path, fallback, prefer, options, report, whole=False)
     return attempts.stream(call, path, fallback, prefer, options, report)
 
 
@@ -571,6 +575,7 @@ def plan(
     if fallback is not None:
         from mfload.loading import attempts
 
+        names = list(names) if isinstance(names, Iterator) else names  # For each attempt.
         same: dict[str, Any] = {"device": device, "names": names, "dtype": dtype, "mesh": mesh}
         same |= {"shardings": shardings, "shard": shard, "unmatched": unmatched}
         call = partial(plan, framework=framework, **same)
@@ -625,6 +630,7 @@ def abstract(
     if fallback is not None:
         from mfload.loading import attempts
 
+        names = list(names) if isinstance(names, Iterator) else names  # For each attempt.
         same: dict[str, Any] = {"mesh": mesh, "shardings": shardings, "unmatched": unmatched}
         call = partial(abstract, **same, names=names, dtype=dtype)
         return attempts.run(call, path, fallback, prefer, options, None, whole=False)

@@ -274,6 +274,8 @@ class ManifestCheck:
         for number, batch in enumerate(batches):
             for at in batch:
                 info, _, selection, *_ = requests[at]
+                if info.name not in self._index:
+                    continue  # A number of the tree, which no file has as a tensor.
                 _, seen, selections = parts.setdefault(info.name, (info, set(), set()))
                 seen.add(number)
                 selections.add(selection)
@@ -324,7 +326,9 @@ class ManifestCheck:
         report.notes = (*(note for note in report.notes if note != before), self._note)
 
     def _refuse(self, offenders: Sequence[Offender], total: int) -> None:
-        given = self._manifest, self._index, self._sources, self._deadline
+        # That of the headers may have passed long ago, of what was opened or is streamed.
+        deadline = Deadline(self._deadline.seconds)
+        given = self._manifest, self._index, self._sources, deadline
         refuse(offenders, total, *given)
 
 

@@ -442,7 +442,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         """
         if self._alone:
             return self.read(self._opened()[name])
-        return self._tried(lambda each: each.read(each.info(name)))
+        return self._tried(lambda each: each.read(each._opened()[name]))
 
     def get_tensors(self, names: Iterable[str] | None = None) -> dict[str, Array]:
         """Several tensors, read together. Default: all.
@@ -460,7 +460,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
             columns = index.columns
         else:
             index.take([name for name in names if name in index.names])  # Reads headers together.
-            columns = Columns.of(map(self.info, names))
+            columns = Columns.of(map(index.__getitem__, names))
         arrays = self.load(whole(columns))
         return dict(zip(columns.names, arrays, strict=True))
 
@@ -480,7 +480,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         """The part of a tensor that an index takes."""
         if self._alone:
             return self.read_part(info, index)
-        return self._tried(lambda each: each.read_part(each.info(info.name), index))
+        return self._tried(lambda each: each.read_part(each._opened()[info.name], index))
 
     def _tried(self, call: Callable[[LazyCheckpoint[Array]], T]) -> T:
         """What `call` takes of this place, or of the fallback once this one has failed."""
@@ -516,10 +516,10 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         return ((name, self.get_tensor(name)) for name in self.keys())
 
     def __len__(self) -> int:
-        return len(self._opened())
+        return self._tried(lambda each: len(each._opened()))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._opened()
+        return self._tried(lambda each: name in each._opened())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
@@ -551,10 +551,13 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         return f"<mfload checkpoint: {counted(count, 'tensor')} in {where}, for {framework}>"
 
     def _repr_html_(self) -> str:
+        return self._tried(LazyCheckpoint._table)
+
+    def _table(self) -> str:
         from mfload.report import html_table, human  # Late: scripts do without.
 
         index = self._opened()
-        names = self.offset_keys()
+        names = list(index.tensors)
         rows: list[tuple[object, ...]] = [("name", "dtype", "shape", "size")]
         for name in names[:_SHOWN]:
             row = index[name]
@@ -589,7 +592,13 @@ def opened(path: Any, framework: Any, asked: Asked, how: LoadOptions) -> LazyChe
 
 
 def _reopen(origin: Any, framework: str, asked: Asked, closed: bool) -> LazyCheckpoint[Any]:
-    made = opened(origin, framework, asked, started(asked.options))
+    try:
+        made = opened(origin, framework, asked, started(asked.options))
+    except errors.OF_A_PLACE:
+        if asked.fallback is None:
+            raise
+        alone = asked._replace(fallback=None)
+        made = opened(asked.fallback, framework, alone, started(asked.options))
     if closed:
         made.close()
     return made

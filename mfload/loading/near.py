@@ -35,8 +35,10 @@ def narrowed(request: Request) -> Request:
     """A request for a part of one box of a tensor that is held in boxes, as one for that box."""
     info, dtype, selection, checked, devices = request
     fits = not info.simple and dtype.elements == 1 and dtype is info.dtype and request.nbytes
-    if not fits or (selection is not None and not selection.simple):
+    if not fits:
         return request
+    if selection is not None and (selection.steps is not None or not selection.simple):
+        return request  # The host puts together what lands with steps.
     wanted = box_of(request)
     for piece in info.pieces:
         held = None if piece.stored is None else piece.stored.box

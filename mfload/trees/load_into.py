@@ -113,7 +113,7 @@ def _values(
         state = SavedState(index, leaves, asked.names, mapped=asked.mapping is not None)
     else:
         state = PlainNumbers(index, leaves, asked.names)
-    index, leaves, notes = state.index, state.leaves, state.notes
+    stored, index, leaves, notes = index, state.index, state.leaves, state.notes
     if index.tensors:
         jax_trees.check_places(target, leaves)
     with gc_paused():
@@ -132,7 +132,9 @@ def _values(
         _tell_what_stays(leaves, found.recipes, notes)
         numbers = state.numbers(found.recipes)
         chosen = jax_shardings.resolve(leaves, found.recipes, placed, asked.logical_axis_rules)
-        how = verifying(asked.verify, how, index, sources, found.requests)
+        # Numbers of the tree are no tensors of a file.
+        kept = lambda: [each for each in found.requests() if each.info.name in stored]  # noqa: E731
+        how = verifying(asked.verify, how, stored, sources, kept)
         mesh_load.check_whole(how, done.processes)
         pairs = zip(found.recipes.values(), chosen, strict=True)
         goals = [new_row(assemble.Goal, (recipe, *place)) for recipe, place in pairs]

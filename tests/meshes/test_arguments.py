@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import samples
 
 import mfload
 from mfload import errors
+from mfload.checking import manifest as manifests
 from mfload.checking.manifest import Manifest
 
 MODEL = {f"layers.{n}.w": np.arange(n, n + 4096, dtype="f4").reshape(64, 64) for n in range(6)}
@@ -366,3 +370,105 @@ def test_parts_are_compared_within_the_memory_limit(two: tuple[Path, Path]) -> N
         assert (opened.get_slice("t3")[7:9] == 3).all()
         assert (opened.get_slice("t3")[70:90] == 3).all()
     assert report.notes == ("1 tensor verified against the manifest",)
+
+
+@pytest.fixture
+def half(tmp_path: Path) -> tuple[Path, Path]:
+    """A checkpoint whose second shard is damaged, and a place with other offsets and all of it."""
+    folder = tmp_path / "half"
+    folder.mkdir()
+    shards = [
+        {f"{s}{n}": np.full(8, 100 * k + n, "f4") for n in range(4)} for k, s in enumerate("ab")
+    ]
+    for number, shard in enumerate(shards):
+        samples.save(folder / f"{number}.safetensors", {**shard, f"rest{number}": np.zeros(999)})
+    names = {name: f"{n}.safetensors" for n, shard in enumerate(shards) for name in shard}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    (folder / "1.safetensors").write_bytes(b"\xff" * 400)
+    one = {name: shards["ab".index(name[0])][name] for name in sorted(names, reverse=True)}
+    return folder, samples.save(tmp_path / "whole.safetensors", one)
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch"])
+def test_what_a_damaged_shard_holds_comes_from_the_fallback(
+    half: tuple[Path, Path], framework: Any
+) -> None:
+    """By the rows of that place: those of the first one lie elsewhere in its files."""
+    pytest.importorskip(framework)
+    takes: list[Callable[[Any, str], Any]] = [
+        lambda opened, name: opened.get_tensor(name),
+        lambda opened, name: opened[name],
+        lambda opened, name: opened.get_slice(name)[:],
+        lambda opened, name: opened.get_tensors([name])[name],
+    ]
+    for take in takes:
+        for name, value in (("b3", 103), ("a1", 1), ("b0", 100)):
+            with mfload.open(half[0], framework, fallback=half[1]) as opened:
+                assert np.asarray(take(opened, name)).tolist() == [value] * 8
+
+
+def test_all_of_an_opened_checkpoint_turns_to_its_fallback(half: tuple[Path, Path]) -> None:
+    opened = mfload.open(half[0], fallback=half[1])
+    assert len(opened) == 8
+    with mfload.open(half[0], fallback=half[1]) as opened:
+        assert "zz" not in opened
+        assert "b3" in opened
+    opened = mfload.open(half[0], fallback=half[1])
+    assert "b3" in opened._repr_html_()
+    shutil.rmtree(half[0])
+    again = pickle.loads(pickle.dumps(opened))
+    assert again["b2"].tolist() == [102] * 8
+
+
+def test_the_place_that_is_not_preferred_is_the_fallback(two: tuple[Path, Path]) -> None:
+    with mfload.open(two[0], fallback=two[1], prefer="fallback") as opened:
+        assert (opened["t3"] == 3).all()
+        os.truncate(two[1], 1000)
+        assert (opened["t4"] == 4).all()
+
+
+def test_lazy_tensors_outlive_the_stream_that_has_a_fallback(two: tuple[Path, Path]) -> None:
+    tensors = dict(mfload.stream(two[0], lazy=True, fallback=two[1]))
+    assert (np.asarray(tensors["t3"][:]) == 3).all()
+
+
+def test_names_of_an_iterator_are_for_each_attempt(path: Path, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"fallback": path}
+    assert list(mfload.load(tmp_path / "none", names=iter(SOME), **given)) == SOME
+    assert mfload.plan(tmp_path / "none", names=iter(SOME), **given).tensors == len(SOME)
+
+
+def test_damage_that_is_found_late_is_no_timeout(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = manifests.others
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.05)
+        return others(*given)
+
+    monkeypatch.setattr(manifests, "others", slow)
+    mfload.verify(two[0], mode="write")
+    data = bytearray(two[0].read_bytes())
+    data[-5] ^= 1
+    two[0].write_bytes(data)
+    given: dict[str, Any] = {"verify": f"{two[0]}.checksums.json"}
+    with mfload.open(two[0], options=mfload.Options(timeout=0.3), **given) as opened:
+        last = opened.offset_keys()[-1]
+        time.sleep(0.4)
+        with pytest.raises(errors.ChecksumError):
+            opened.get_tensor(last)
+
+
+@pytest.mark.parametrize("kind", ["jax", "numpy", "plain"])
+def test_numbers_of_a_tree_are_no_tensors_of_a_manifest(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "state.safetensors"
+    mfload.save({"a": {"step": 7, "w": np.ones((3, 4), "f4")}}, path, checksums=True)
+    zero: Any = {"plain": 0, "numpy": np.zeros((), "i4")}.get(kind)
+    if zero is None:
+        zero = pytest.importorskip("jax.numpy").zeros((), "int32")
+    target = {"a": {"step": zero, "w": np.zeros((3, 4), "f4")}}
+    made: Any = mfload.restore(path, target, verify=f"{path}.checksums.json")
+    assert made["a"]["step"] == 7
+    assert (made["a"]["w"] == 1).all()

@@ -16,8 +16,9 @@ from hypothesis.extra import numpy as hnp
 import mfload
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
+from mfload.loading import near
 from mfload.planning.request import Request
-from mfload.planning.slicing import Axis, Selection, boxed, select, shape_of, slabs
+from mfload.planning.slicing import Axis, Selection, boxed, select, shape_of, slabs, strided
 from mfload.stored import Encoding, Stored
 
 
@@ -237,3 +238,12 @@ def test_slabs_are_a_tensor_in_order(
         if chunk and info.nbytes and shape and info.nbytes // shape[0] * chunk <= most:
             assert box[0][0] % min(chunk, shape[0]) == 0
     assert numbers == [*range(math.prod(shape))]
+
+
+def test_what_lands_with_steps_is_not_taken_where_it_lies() -> None:
+    piece = Piece(0, 0, 48, Stored(box=((0, 3), (0, 4))))
+    info = TensorInfo("w", dtypes.TABLE["F32"], (6, 4), (piece,))
+    part = strided(((0, 3), (0, 4)), (1, 3))
+    request = Request(info, info.dtype, part, False, (3,))
+    assert near.narrowed(request).selection is part
+    assert near.narrowed(request._replace(selection=boxed(info, ((0, 3), (0, 4))))) != request
