@@ -17,14 +17,12 @@ from devices.queues import MODES
 from hypothesis import given, strategies as st
 
 import mfload
-from mfload.checking.checksums import ManifestCheck
 from mfload.cuda import engine, staging
 from mfload.formats import checkpoint
 from mfload.loading import session
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.planning.slicing import select
-from mfload.runtime import Deadline
 
 
 @pytest.fixture(autouse=True)
@@ -113,13 +111,10 @@ def test_a_witness_sees_bytes_in_order(tmp_path: Path, threads: int) -> None:
     path = samples.save(tmp_path / "m.safetensors", {"w": whole})
     mfload.verify(path, mode="write")
     index, sources = checkpoint.read(path)
-    given = index, sources, [index["w"]], Deadline(None)
-    check = ManifestCheck(tmp_path / "m.safetensors.checksums.json", *given)
-    loader = session.Loader(
-        index, sources, arrays.Arrays(*_devices(2)), LoadOptions(threads=threads)
-    )
-    found = loader.load(_columns(index["w"], 2), observer=check.observer)
-    check.settle(found, None)
+    manifest = tmp_path / "m.safetensors.checksums.json"
+    options = session.verifying(manifest, LoadOptions(threads=threads), index, sources)
+    loader = session.Loader(index, sources, arrays.Arrays(*_devices(2)), options)
+    found = loader.load(_columns(index["w"], 2))
     assert samples.same(found[1][0], np.ascontiguousarray(whole[:, 4096:]))
     del found
 

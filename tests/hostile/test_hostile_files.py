@@ -171,6 +171,7 @@ import re, resource, sys, time
 import mfload
 from mfload import errors
 from mfload.frameworks import numpy_adapter  # All that is imported late, before memory is short.
+from mfload.loading import lazy
 path, room, call = sys.argv[1], int(sys.argv[2]), mfload.open
 def peak():
     with open("/proc/self/status") as file:
