@@ -636,7 +636,7 @@ class TensorSlice(Generic[Array]):
         Raises:
             SliceError: The index does not fit the tensor.
         """
-        return self._opened._slice(self._info, index)
+        return self._opened._slice(self._info, index)  # pyright: ignore[reportPrivateUsage]
 
     def __repr__(self) -> str:
         return f"<{self._info.name}: {self._info.dtype} {list(self._info.shape)}, not read>"
