@@ -250,7 +250,7 @@ def test_a_load_goes_past_the_page_cache_where_that_is_faster(
     monkeypatch.setattr(buffers, "ForkProtection", protect)
     reads, report = watch.spy(monkeypatch), mfload.Report()
     arrays: dict[str, Any] = {}
-    for _ in range(5):
+    for _ in range(9):
         del reads[:], protected[:]
         with watch.nothing_left():
             arrays = mfload.load(path, framework, report=report)
