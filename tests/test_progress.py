@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import samples
+import watch
 from calls import as_options
 
 import mfload
@@ -65,7 +66,10 @@ def test_bytes_read_over_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_it_is_told_while_it_happens(tmp_path: Path, threads: int) -> None:
+def test_it_is_told_while_it_happens(
+    tmp_path: Path, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch.told(monkeypatch)
     path = samples.save(tmp_path / "a.safetensors", {"a": np.zeros(40 << 20, np.uint8)})
     seen: list[int] = []
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from mfload.io import mapped
+from mfload.io import engine as engines, mapped
 from mfload.io.buffers import ForkProtection
 from mfload.io.engine import Engine, fill, hand_on
 
@@ -101,6 +101,19 @@ def before_read(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], None]) 
 
     monkeypatch.setattr(os, "preadv", preadv)
     monkeypatch.setattr(mapped, "_populate", populate)
+
+
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has readers wait, after news of their bytes, until the loading thread has taken them."""
+    real = engines.Share.count
+
+    def count(share: engines.Share, *counted: int) -> None:
+        real(share, *counted)
+        news: Any = getattr(share._tell, "__self__", None)
+        if news is not None and threading.current_thread() is not threading.main_thread():
+            wait_for(lambda: news.empty() or share.stopped())
+
+    monkeypatch.setattr(engines.Share, "count", count)
 
 
 def engine(blocks: Any, open_reader: Any, threads: int, memory: Any = ()) -> Engine:

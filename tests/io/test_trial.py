@@ -203,6 +203,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "_LEFT", 0)
     monkeypatch.setattr(engine, "_REPORTED_BYTES", 1)
     monkeypatch.setattr(memory, "_COLD_BLOCK", 64 << 10)
+    watch.told(monkeypatch)  # Else a busy machine reads all before the first look.
 
 
 LARGE = samples.numbers((24 * MIB + 12,), np.uint8)
