@@ -134,9 +134,10 @@ def test_plans_fill_what_numpy_gives(data: Any, tmp_path_factory: Any) -> None:
                 assert max(shown) <= 1, "bytes were read twice"
     for block in plan.blocks:
         if block.decode is None:
-            assert block.nbytes <= costs.block or len(block.segments) == 1
-            read_at_once = block.nbytes if block.rows is None else 0
-            assert not block.staged or read_at_once <= max(costs.slot, plan.staged)
+            rows = block.rows
+            at_once = rows.reach(rows.together) if rows and rows.together else block.nbytes
+            assert at_once <= costs.block or len(block.segments) == 1
+            assert not block.staged or at_once <= max(costs.slot, plan.staged)
         else:
             assert block.decode.held <= plan.decoding
 
