@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from mfload import errors, sources
@@ -116,6 +116,19 @@ def run(
             report.add_stage("publish", begin, time.perf_counter())
             report.notes = (*report.notes, f"published at {seed.url}")
     return found
+
+
+def again(call: Callable[..., Any], given: dict[str, Any], *, whole: bool = False) -> Any:
+    """What a public function gives of one of two places (see `run`); `given` are its arguments."""
+    names = given.get("names")
+    if isinstance(names, Iterator):
+        given["names"] = list(names)  # For each attempt.
+    path, fallback, prefer, options = map(given.pop, ("path", "fallback", "prefer", "options"))
+
+    def attempt(place: Any, options: Options) -> Any:
+        return call(path=place, options=options, **given)
+
+    return run(attempt, path, fallback, prefer, options, given.get("report"), whole=whole)
 
 
 def stream(
