@@ -92,36 +92,17 @@ class LayerStream(ClosedAtEnd):
     ) -> None:
         limit = None if budget is None else byte_count("budget", budget, 1)
         self._ahead = byte_count("ahead", ahead, 0)
-        find = compiled(pattern, "pattern=")
-        stays = None if resident is None else compiled(resident, "resident=").search
-        if not find.groups:
-            what = "pattern has no group for the number of the layer"
-            raise errors.UsageError(what, expected=PATTERN, found=find.pattern)
-        group = find.groupindex.get("layer", 1)
-
-        def layer_of(name: str) -> int | None:
-            found = find.search(name)
-            if found is None or (stays is not None and stays(name)):
-                return None
-            try:
-                return int(found[group])
-            except (TypeError, ValueError):
-                what = "the pattern takes something else for the number of a layer"
-                raise errors.UsageError(what, tensor=name, found=repr(found[group])) from None
-
-        def wanted(name: str) -> bool:
-            return stays is None or stays(name) is not None or layer_of(name) is not None
-
-        store = self._opens(path, wanted, framework, options=options, gather=gather)
+        names = _Names(pattern, resident)
+        store = self._opens(path, names.wanted, framework, options=options, gather=gather)
         try:
             kept: list[Part] = []
             layers: dict[int, list[Part]] = {}
             for info in store.tensors:
-                layer = layer_of(info.name)
+                layer = names.layer(info.name)
                 (kept if layer is None else layers.setdefault(layer, [])).append(store.part(info))
             if not layers:
                 raise errors.TensorNotFoundError(
-                    "no name is one of a layer", file=store.file, expected=find.pattern
+                    "no name is one of a layer", file=store.file, expected=names.pattern
                 )
             self.layers = tuple(sorted(layers))
             slots = Slots(store, [kept])
@@ -164,3 +145,34 @@ class LayerStream(ClosedAtEnd):
     def close(self) -> None:
         """Closes the files, once the reads under way are over (see `ExpertCache.close`)."""
         self._pools.close()
+
+
+class _Names:
+    """What the names of tensors say: the layer that each is of, and which tensors stay."""
+
+    def __init__(
+        self, pattern: str | re.Pattern[str], resident: str | re.Pattern[str] | None
+    ) -> None:
+        find = compiled(pattern, "pattern=")
+        if not find.groups:
+            what = "pattern has no group for the number of the layer"
+            raise errors.UsageError(what, expected=PATTERN, found=find.pattern)
+        self._stays = None if resident is None else compiled(resident, "resident=").search
+        self._find, self._group = find.search, find.groupindex.get("layer", 1)
+        self.pattern = find.pattern
+
+    def layer(self, name: str) -> int | None:
+        """The layer of a tensor; None for one that stays, or that is of none."""
+        found, group = self._find(name), self._group
+        if found is None or (self._stays is not None and self._stays(name)):
+            return None
+        try:
+            return int(found[group])
+        except (TypeError, ValueError):
+            what = "the pattern takes something else for the number of a layer"
+            raise errors.UsageError(what, tensor=name, found=repr(found[group])) from None
+
+    def wanted(self, name: str) -> bool:
+        """Whether a tensor is of a layer, or stays."""
+        stays = self._stays
+        return stays is None or stays(name) is not None or self.layer(name) is not None

@@ -39,6 +39,11 @@ class Caches(ClosedAtEnd):
     def _caches(self) -> Iterable[SlotCache]:
         raise NotImplementedError
 
+    def _how(self, what: str, wait: float) -> dict[str, Any]:
+        """What all of the caches are made with."""
+        made: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
+        return made | {"timeout": self._store.timeout, "file": self._store.file}
+
     def report(self) -> OndemandReport:
         """What all of the caches did so far."""
         made = self._store.report(self._budget)
@@ -131,8 +136,7 @@ class Pools(Caches):
             [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
         )
         self._background = store.background()
-        how: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
-        how |= {"timeout": store.timeout, "file": store.file}
+        how = self._how(what, wait)
         self._pools = [
             Pool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))
             for each, arena, policy in zip(slots, arenas, chosen, strict=True)
