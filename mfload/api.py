@@ -854,19 +854,11 @@ def restore(
     opening = discovery.Opening(
         path, locate, lambda index: tree.append(nested.tree_of(index, names))
     )
-    arrays = load(
-        opening,
-        framework,
-        names=names,
-        dtype=None if isinstance(dtype, str) and dtype in ("target", "stored") else dtype,
-        mesh=mesh,
-        shardings=shardings,
-        unmatched=unmatched,
-        verify=verify,
-        progress=progress,
-        report=report,
-        options=options,
-    )
+    stored = isinstance(dtype, str) and dtype in ("target", "stored")
+    more: dict[str, Any] = {"names": names, "mesh": mesh, "shardings": shardings}
+    more |= {"unmatched": unmatched, "dtype": None if stored else dtype, "verify": verify}
+    more |= {"progress": progress, "report": report, "options": options}
+    arrays = load(opening, framework, **more)
     how = verifying(verify, started(options), *opening.opened)
     arrays |= nested.scalars(tree[-1], *opening.opened, arrays, how)
     return nested.filled(tree[-1], arrays, plain=names is None)
