@@ -88,21 +88,22 @@ def run(
     try:
         try:
             first = how if fallback is None else dataclasses.replace(how, timeout=limit)
-            found, note, why = _attempt(call, places[0], first, failed), None, ""
+            found, why = _attempt(call, places[0], first, failed), None
         except errors.OF_A_PLACE as error:
             if fallback is None:
                 raise
-            found = None  # Beyond this block, so that what the error refers to is freed.
+            found, why = None, str(error)  # Of the error nothing more is kept.
+        if why is not None:
             note = f"{_shown(places[0])} failed {failed.after()}, {_shown(places[1])} was "
-            why = f" instead: {error}"
-        if note is not None:
-            logging.getLogger("mfload").warning("%stried%s", note, why)
-            failed.notes.insert(0, f"{note}tried{why}")
+            logging.getLogger("mfload").warning("%stried instead: %s", note, why)
+            failed.notes.insert(0, f"{note}tried instead: {why}")
             rest = dataclasses.replace(how, timeout=_left(how.timeout, start))
             if isinstance(peer, _Noted):
                 peer.read.clear()
-            found = _attempt(call, places[1], rest, failed)
-            failed.notes[failed.notes.index(f"{note}tried{why}")] = f"{note}loaded{why}"
+            with errors.after(why):
+                found = _attempt(call, places[1], rest, failed)
+            number = failed.notes.index(f"{note}tried instead: {why}")
+            failed.notes[number] = f"{note}loaded instead: {why}"
     except BaseException:
         if report is not None:
             report.clear()  # Of the last attempt.
