@@ -827,11 +827,12 @@ def restore(
         MfloadError: Any other of the tree in `mfload.errors`. No tree is half restored; of a module
             that is filled in place a note of the error says so.
     """
-    if fallback is not None:
+    if fallback is not None or getattr(options, "peer", None) is not None:
         given = locals()
         from mfload.loading import attempts
 
-        return attempts.again(restore, given, whole=names is None and mapping is None)
+        if attempts.needed(fallback, options):
+            return attempts.again(restore, given, whole=names is None and mapping is None)
     from mfload.formats import steps
     from mfload.trees import load_into as filling, nested
 
