@@ -70,31 +70,25 @@ if TYPE_CHECKING:
     """One device, or those of exact names: no list, since a list can't be hashed."""
     Rules = Device | Sequence[tuple[Regex, object]]
 
-    class Arguments(TypedDict, total=False):
-        """What `load` and `stream` have in common, beside path, framework and device."""
+    class OpenArguments(TypedDict, total=False):
+        """What `open` and all other calls that read take, beside path, framework and device."""
 
         names: Names
+        verify: str | os.PathLike[str] | Manifest | None
+        report: Report | None
+        fallback: Paths | None
+        prefer: Prefer
+        options: Options | None
+
+    class Arguments(OpenArguments, total=False):
+        """What `load` and `stream` have in common."""
+
         dtype: Dtypes
         mesh: Any
         shardings: Any
         shard: tuple[int, int] | None
         unmatched: Unmatched
-        verify: str | os.PathLike[str] | Manifest | None
         progress: Progress
-        report: Report | None
-        fallback: Paths | None
-        prefer: Prefer
-        options: Options | None
-
-    class OpenArguments(TypedDict, total=False):
-        """Those of `open`, beside path, framework and device."""
-
-        names: Names
-        verify: str | os.PathLike[str] | Manifest | None
-        report: Report | None
-        fallback: Paths | None
-        prefer: Prefer
-        options: Options | None
 
     class StreamArguments(Arguments, total=False):
         """Those of `stream`, whose lazy tensors are arrays only in PyTorch."""
@@ -111,7 +105,7 @@ if TYPE_CHECKING:
     Structs: TypeAlias = Mapping[str, "ShapeDtypeStruct | Structs"]
     """A target without arrays, which come back in it."""
 
-    class IntoArguments(TypedDict, total=False):
+    class IntoArguments(OpenArguments, total=False):
         """What `load_into` and `restore` have in common, beside path and target."""
 
         mapping: Any
@@ -119,16 +113,10 @@ if TYPE_CHECKING:
         shardings: Any
         unmatched: Unmatched
         logical_axis_rules: Any
-        names: Names
         dtype: DTypeLike
         strict: bool
         atomic: bool
-        verify: str | os.PathLike[str] | Manifest | None
         progress: Progress
-        report: Report | None
-        fallback: Paths | None
-        prefer: Prefer
-        options: Options | None
 
     class RestoreArguments(IntoArguments, total=False):
         """Those of `restore`."""

@@ -11,15 +11,13 @@ import numpy as np
 
 from mfload import errors
 from mfload.ondemand.policies import Cyclic
-from mfload.ondemand.pools import Pools
+from mfload.ondemand.pools import Pooled, Pools
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.options import byte_count
 from mfload.planning.selection import compiled
-from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
     from mfload.frameworks import Framework
-    from mfload.ondemand.report import OndemandReport
     from mfload.options import Options
     from mfload.sources import PathOrBytes
 
@@ -27,7 +25,7 @@ PATTERN = r"(?<!\bmtp\.)layers\.(\d+)\."
 _FIRST = np.zeros(1, np.int64)
 
 
-class LayerStream(ClosedAtEnd):
+class LayerStream(Pooled):
     """The layers of a model, one after the other, read from an unmodified checkpoint.
 
         with mfload.ondemand.LayerStream("model/", budget="4GiB", framework="torch") as stream:
@@ -137,14 +135,6 @@ class LayerStream(ClosedAtEnd):
             del lease
             yield layer, tensors
             del tensors
-
-    def report(self) -> OndemandReport:
-        """What it did so far; keys are layers."""
-        return self._pools.report()
-
-    def close(self) -> None:
-        """Closes the files, once the reads under way are over (see `ExpertCache.close`)."""
-        self._pools.close()
 
 
 class _Names:

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from mfload.io.gather import Gather
     from mfload.ondemand.cache import Fill, Lease, Numbers
     from mfload.ondemand.policies import Lru
-    from mfload.ondemand.report import OndemandReport
     from mfload.sources import PathOrBytes
 
 
@@ -288,14 +287,6 @@ class NeuronCache(Caches):
             UsageError: As `use`.
         """
         self._known(layer)[1].prefetch(rows)
-
-    def report(self) -> OndemandReport:
-        """What it did so far; keys are neurons."""
-        return super().report()
-
-    def close(self) -> None:
-        """Closes the file, once the reads under way are over (see `ExpertCache.close`)."""
-        super().close()
 
     def _caches(self) -> Iterable[RowCache]:
         return (cache for _, cache in self._layers.values())
