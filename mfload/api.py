@@ -13,7 +13,17 @@ from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    TypeAlias,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
@@ -44,6 +54,7 @@ if TYPE_CHECKING:
     from mfload.loading.lazy import LazyCheckpoint
     from mfload.loading.preview import Preview
     from mfload.loading.stream import Stream
+    from mfload.mesh.base import MeshArguments
     from mfload.mesh.load import Chosen, MeshCall
     from mfload.options import Options
     from mfload.planning.selection import Dtypes, Names, Regex
@@ -59,31 +70,25 @@ if TYPE_CHECKING:
     """One device, or those of exact names: no list, since a list can't be hashed."""
     Rules = Device | Sequence[tuple[Regex, object]]
 
-    class Arguments(TypedDict, total=False):
-        """What `load` and `stream` have in common, beside path, framework and device."""
+    class OpenArguments(TypedDict, total=False):
+        """What `open` and all other calls that read take, beside path, framework and device."""
 
         names: Names
+        verify: str | os.PathLike[str] | Manifest | None
+        report: Report | None
+        fallback: Paths | None
+        prefer: Prefer
+        options: Options | None
+
+    class Arguments(OpenArguments, total=False):
+        """What `load` and `stream` have in common."""
+
         dtype: Dtypes
         mesh: Any
         shardings: Any
         shard: tuple[int, int] | None
         unmatched: Unmatched
-        verify: str | os.PathLike[str] | Manifest | None
         progress: Progress
-        report: Report | None
-        fallback: Paths | None
-        prefer: Prefer
-        options: Options | None
-
-    class OpenArguments(TypedDict, total=False):
-        """Those of `open`, beside path, framework and device."""
-
-        names: Names
-        verify: str | os.PathLike[str] | Manifest | None
-        report: Report | None
-        fallback: Paths | None
-        prefer: Prefer
-        options: Options | None
 
     class StreamArguments(Arguments, total=False):
         """Those of `stream`, whose lazy tensors are arrays only in PyTorch."""
@@ -100,7 +105,7 @@ if TYPE_CHECKING:
     Structs: TypeAlias = Mapping[str, "ShapeDtypeStruct | Structs"]
     """A target without arrays, which come back in it."""
 
-    class IntoArguments(TypedDict, total=False):
+    class IntoArguments(OpenArguments, total=False):
         """What `load_into` and `restore` have in common, beside path and target."""
 
         mapping: Any
@@ -108,16 +113,10 @@ if TYPE_CHECKING:
         shardings: Any
         unmatched: Unmatched
         logical_axis_rules: Any
-        names: Names
         dtype: DTypeLike
         strict: bool
         atomic: bool
-        verify: str | os.PathLike[str] | Manifest | None
         progress: Progress
-        report: Report | None
-        fallback: Paths | None
-        prefer: Prefer
-        options: Options | None
 
     class RestoreArguments(IntoArguments, total=False):
         """Those of `restore`."""
@@ -254,39 +253,22 @@ def load(
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
     if fallback is not None or getattr(options, "peer", None) is not None:
+        given = locals()
         from mfload.loading import attempts
 
         if attempts.needed(fallback, options):
-            names = list(names) if isinstance(names, Iterator) else names  # For each attempt.
-            fixed: dict[str, Any] = {"framework": framework, "device": device, "names": names}
-            fixed |= {"dtype": dtype, "mesh": mesh, "shardings": shardings, "shard": shard}
-            fixed |= {"unmatched": unmatched, "verify": verify, "progress": progress}
-            call, whole = partial(load, **fixed, report=report), names is None and dtype is None
-            places = path, fallback, prefer
-            return attempts.run(call, *places, options, report, whole=whole)
-    if _on_mesh(mesh, shardings, shard, options):
+            return attempts.again(load, given, whole=names is None and dtype is None)
+    call = _Call(path, framework, device, names, dtype, mesh, shardings, shard, unmatched)
+    if call.on_mesh(options):
         from mfload.mesh import load as mesh_load
 
-        given = path, framework, device, names, dtype, mesh, shardings, shard, unmatched
-        made = _mesh_call(*given, report, options, verify)
-        return mesh_load.load(made, progress=progress)
-    start = time.perf_counter()
+        return mesh_load.load(call.for_mesh(verify, report, options), progress=progress)
     if report is not None:
         from mfload.report import cleared
 
         cleared(report)
-    how = started(options)
-    discovery.check_path(path)
-    _check(framework, device, mesh, shardings, shard, unmatched)
-    index, sources, requests = _choose(path, names, dtype, how)
-    how = verifying(verify, how, index, sources, lambda: requests)
-    requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
-    read = time.perf_counter()
-    adapter = frameworks.get(framework, device, index.names)
+    index, sources, adapter, how, requests = call.begin(verify, report, options)
     loader = Loader(index, sources, adapter, how)
-    if report is not None:
-        report.add_stage("headers", start, read)
-        report.add_stage("import", read, time.perf_counter())
     shows = nullcontext()
     if progress:
         from mfload.progress import shown
@@ -475,9 +457,9 @@ def stream(
     if lazy and (mesh is not None or shardings is not None or shard is not None):
         message, expected = "lazy tensors are not sharded", "slices of them, and no mesh="
         raise errors.UsageError(message, expected=expected)
-    given = framework, device, order if names is None else names, dtype
-    given = *given, mesh, shardings, shard, unmatched
-    call = partial(_stream, given, order, verify, progress, report, lazy=lazy)
+    wanted = framework, device, order if names is None else names, dtype
+    given = _Call(path, *wanted, mesh, shardings, shard, unmatched, order)
+    call = partial(_stream, given, verify, progress, report, lazy=lazy)
     if fallback is None:
         return call(path, options=options)
     from mfload.loading import attempts
@@ -488,8 +470,7 @@ def stream(
 
 
 def _stream(
-    given: tuple[Any, ...],
-    order: Sequence[str] | None,
+    given: _Call,
     verify: str | os.PathLike[str] | Manifest | None,
     progress: Progress,
     report: Report | None,
@@ -499,37 +480,25 @@ def _stream(
     options: Options | None,
     left: Sequence[str] | None = None,
 ) -> Stream[Any]:
-    """A stream of one place; `given` are arguments of `_check` and `_choose` but the path.
+    """A stream of one place.
 
     `left`: the names that come, after others of another place, which the report has.
     """
     from mfload.report import cleared
 
-    framework, device, names, dtype, mesh, shardings, shard, unmatched = given
+    call = given._replace(path=path)
     if left is not None:
-        names = order = left
+        call = call._replace(names=left, order=left)
     else:
         cleared(report)
-    if _on_mesh(mesh, shardings, shard, options):
+    if call.on_mesh(options):
         from mfload.mesh import stream as mesh_stream
 
-        same = framework, device, names, dtype, mesh, shardings, shard, unmatched
-        made = _mesh_call(path, *same, None, options, verify, order)
+        made = call.for_mesh(verify, None, options)
         return mesh_stream.stream(made._replace(report=report), progress)
     from mfload.loading import stream as streaming
 
-    start = time.perf_counter()
-    how = started(options)
-    discovery.check_path(path)
-    _check(framework, device, mesh, shardings, shard, unmatched)
-    index, sources, requests = _choose(path, names, dtype, how, order)
-    how = verifying(verify, how, index, sources, lambda: requests)
-    requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
-    read = time.perf_counter()
-    adapter = frameworks.get(framework, device, index.names)
-    if report is not None:
-        report.add_stage("headers", start, read)
-        report.add_stage("import", read, time.perf_counter())
+    index, sources, adapter, how, requests = call.begin(verify, report, options)
     if not lazy:
         every = index, sources, adapter, how, requests, requesting.sizes(requests), report
         return streaming.stream(streaming.Tensors(*every), progress)
@@ -538,7 +507,7 @@ def _stream(
     from mfload.loading.lazy import Asked, LazyCheckpoint
 
     sources = streaming.ahead(sources, requests, how.max_host_overhead)
-    opened = LazyCheckpoint(index, sources, adapter, Asked(device, options), check=how.check)
+    opened = LazyCheckpoint(index, sources, adapter, Asked(call.device, options), check=how.check)
     return streaming.lazily(opened, index, sources, adapter, requests, report)
 
 
@@ -573,13 +542,10 @@ def plan(
         MfloadError: As `load` does.
     """
     if fallback is not None:
+        given = locals()
         from mfload.loading import attempts
 
-        names = list(names) if isinstance(names, Iterator) else names  # For each attempt.
-        same: dict[str, Any] = {"device": device, "names": names, "dtype": dtype, "mesh": mesh}
-        same |= {"shardings": shardings, "shard": shard, "unmatched": unmatched}
-        call = partial(plan, framework=framework, **same)
-        return attempts.run(call, path, fallback, prefer, options, None, whole=False)
+        return attempts.again(plan, given)
     how = started(options)
     sharded = mesh is not None or shardings is not None or shard is not None
     if framework is None:
@@ -588,18 +554,18 @@ def plan(
             from mfload import deprecated
 
             framework = deprecated.jax("mfload.plan(path, mesh=…)", "mfload.plan(path, {}, mesh=…)")
-    name = _check(framework, device, mesh, shardings, shard, unmatched)
-    choose = partial(_choose, path, names, dtype, how, missing_ok=names is None)
-    if _on_mesh(mesh, shardings, shard, options):
+    call = _Call(path, framework, device, names, dtype, mesh, shardings, shard, unmatched)
+    name = call.check()
+    choose = partial(call.choose, how, missing_ok=names is None)
+    if call.on_mesh(options):
         from mfload.mesh import load as mesh_load
 
         backend = mesh_load.backend(name, device, shard)
         chosen = mesh_load.Chosen(*choose(), how)
-        asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
-        return mesh_load.preview(chosen, backend, asked)
+        return mesh_load.preview(chosen, backend, call.placed())
     with gc_paused():
         index, sources, requests = choose()
-        requests = _parts(requests, index, mesh, shardings, shard, unmatched, how)
+        requests = call.parts(requests, index, how)
         adapter = frameworks.planned(framework, device, index.names)
         return Loader(index, sources, adapter, how).preview(requests)
 
@@ -628,19 +594,16 @@ def abstract(
         MfloadError: As `load` does.
     """
     if fallback is not None:
+        given = locals()
         from mfload.loading import attempts
 
-        names = list(names) if isinstance(names, Iterator) else names  # For each attempt.
-        same: dict[str, Any] = {"mesh": mesh, "shardings": shardings, "unmatched": unmatched}
-        call = partial(abstract, **same, names=names, dtype=dtype)
-        return attempts.run(call, path, fallback, prefer, options, None, whole=False)
+        return attempts.again(abstract, given)
     from mfload.mesh import load as mesh_load
 
-    name = _check(frameworks.ON_MESHES[0], None, mesh, shardings, None, unmatched)
-    how = started(options)
-    chosen = mesh_load.Chosen(*_choose(path, names, dtype, how), how)
-    asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
-    return mesh_load.abstract(chosen, name, asked)
+    jax = frameworks.ON_MESHES[0]
+    call = _Call(path, jax, None, names, dtype, mesh, shardings, None, unmatched)
+    name, how = call.check(), started(options)
+    return mesh_load.abstract(mesh_load.Chosen(*call.choose(how), how), name, call.placed())
 
 
 @overload
@@ -852,22 +815,16 @@ def restore(
         MfloadError: Any other of the tree in `mfload.errors`. No tree is half restored; of a module
             that is filled in place a note of the error says so.
     """
+    if fallback is not None or getattr(options, "peer", None) is not None:
+        given = locals()
+        from mfload.loading import attempts
+
+        if attempts.needed(fallback, options):
+            return attempts.again(restore, given, whole=names is None and mapping is None)
     from mfload.formats import steps
     from mfload.trees import load_into as filling, nested
 
-    if isinstance(names, Iterator):
-        names = list(names)
-    if fallback is not None:
-        from mfload.loading import attempts
-
-        given: dict[str, Any] = {"target": target, "mesh": mesh, "shardings": shardings}
-        given |= {"mapping": mapping, "step": step, "prefix": prefix, "names": names}
-        given |= {"dtype": dtype, "strict": strict, "atomic": atomic, "framework": framework}
-        given |= {"unmatched": unmatched, "logical_axis_rules": logical_axis_rules}
-        given |= {"verify": verify}
-        call = partial(restore, **given, progress=progress, report=report)
-        whole = names is None and mapping is None
-        return attempts.run(call, path, fallback, prefer, options, report, whole=whole)
+    names = list(names) if isinstance(names, Iterator) else names
     locate = partial(steps.locate, step=step, prefix=prefix)
     if target is not None:
         placed = mesh, shardings, unmatched, logical_axis_rules
@@ -886,19 +843,11 @@ def restore(
     opening = discovery.Opening(
         path, locate, lambda index: tree.append(nested.tree_of(index, names))
     )
-    arrays = load(
-        opening,
-        framework,
-        names=names,
-        dtype=None if isinstance(dtype, str) and dtype in ("target", "stored") else dtype,
-        mesh=mesh,
-        shardings=shardings,
-        unmatched=unmatched,
-        verify=verify,
-        progress=progress,
-        report=report,
-        options=options,
-    )
+    stored = isinstance(dtype, str) and dtype in ("target", "stored")
+    more: dict[str, Any] = {"names": names, "mesh": mesh, "shardings": shardings}
+    more |= {"unmatched": unmatched, "dtype": None if stored else dtype, "verify": verify}
+    more |= {"progress": progress, "report": report, "options": options}
+    arrays = load(opening, framework, **more)
     how = verifying(verify, started(options), *opening.opened)
     arrays |= nested.scalars(tree[-1], *opening.opened, arrays, how)
     return nested.filled(tree[-1], arrays, plain=names is None)
@@ -1042,89 +991,156 @@ def save(
     return begin()() if pending is None else pending.start(begin)
 
 
-def _mesh_call(
-    path: PathOrBytes | Sequence[PathOrBytes],
-    framework: str | ModuleType,
-    device: object,
-    names: Names,
-    dtype: Dtypes,
-    mesh: Any,
-    shardings: Any,
-    shard: tuple[int, int] | None,
-    unmatched: Unmatched,
-    report: Report | None,
-    options: Options | None,
-    verify: str | os.PathLike[str] | Manifest | None,
-    order: Sequence[str] | None = None,
-) -> MeshCall:
-    """A load on a mesh, of which checks and headers reach all processes."""
-    from mfload.mesh import load as mesh_load
+class _Call(NamedTuple):
+    """A call for arrays: what is wanted of a checkpoint, and where it is to lie."""
 
-    valid = options if isinstance(options, Options) else Options()
-    imported = [name for name in frameworks.ON_MESHES if name in sys.modules]
-    # What is wrong is told to all processes, if there are more.
-    if shard is not None:
-        name = frameworks.resolve(framework)
-    elif imported:
-        name = _meant(framework, mesh, imported)
-    else:
-        name = _check(framework, device, mesh, shardings, shard, unmatched)
-    deadline = Deadline(valid.timeout)
+    path: Any
+    framework: Any
+    device: Any = None
+    names: Any = None
+    dtype: Any = None
+    mesh: Any = None
+    shardings: Any = None
+    shard: Any = None
+    unmatched: Any = "replicate"
+    order: Any = None
 
-    def choose() -> Chosen:
-        if report is not None:
-            from mfload.report import cleared
+    def on_mesh(self, options: Options | None) -> bool:
+        """Whether devices of a mesh, or processes that exchange what they read, load together."""
+        if self.shard is not None:
+            return getattr(options, "exchange", None) == "once"
+        return self.mesh is not None or self.shardings is not None
 
-            cleared(report)
-        how = started(options, deadline)
-        discovery.check_path(path)
-        _check(framework, device, mesh, shardings, shard, unmatched)
-        chosen = _choose(path, names, dtype, how, order)
-        index, sources, requests = chosen
+    def placed(self, known: Iterable[str] = ()) -> MeshArguments:
+        """What only a backend of meshes looks into."""
+        from mfload.mesh.base import MeshArguments
+
+        return MeshArguments(self.mesh, self.shardings, self.unmatched, known)
+
+    def check(self) -> str:
+        """Refuses arguments that exclude each other; returns the framework's name."""
+        name, mesh, device = frameworks.resolve(self.framework), self.mesh, self.device
+        if self.unmatched != "replicate":
+            errors.check_choice("unmatched", self.unmatched, UNMATCHED)
+        if mesh is None and self.shardings is None and self.shard is None:
+            return name
+        if self.shard is not None:
+            if device is not None and isinstance(device, list | tuple | Mapping):
+                message, expected = "shard= is for one device", "one device="
+                raise errors.UsageError(message, expected=expected, found=repr(device))
+            return name
+        if name not in frameworks.ON_MESHES:
+            choices = " | ".join(f"framework={each!r}" for each in frameworks.ON_MESHES)
+            raise errors.UsageError(
+                f"{name} has no meshes",
+                expected=f"{choices}, or shardings=[(regex, dim)] with shard=(rank, size)",
+                found=self.framework,
+            )
+        if (owner := _owner(mesh)) in frameworks.ON_MESHES and owner != name:
+            what, expected = (
+                f"the mesh is one of {owner}",
+                f"framework={owner!r}, or a mesh of {name}",
+            )
+            raise errors.UsageError(what, expected=expected, found=self.framework)
+        if device is not None:
+            what = "the devices are those of the mesh or the shardings"
+            raise errors.UsageError(what, expected="no device=", found=repr(device))
+        return name
+
+    def choose(
+        self, how: LoadOptions, *, missing_ok: bool = False
+    ) -> tuple[Index, list[Source], Sequence[Request]]:
+        """The index, its sources, and what is requested; reads the headers that it takes.
+
+        `missing_ok`: see `checkpoint.choose`.
+        """
+        names, dtype, order = self.names, self.dtype, self.order
+        select: Callable[[Index], Columns] = attrgetter("columns")
+        if names is not None:
+            from mfload.planning import selection
+
+            if isinstance(names, Iterator):
+                names = list(names)  # They may be gone through again.
+            select = partial(selection.select, names=names)
+        with gc_paused():
+            infos, index, sources = checkpoint.choose(self.path, how, select, missing_ok=missing_ok)
+            rows = requesting.whole(infos) if dtype is None else _converted(infos, index, dtype)
+            return index, sources, rows if order is None else requesting.ordered(rows, order)
+
+    def parts(self, whole: Sequence[Request], index: Index, how: LoadOptions) -> Sequence[Request]:
+        """Requests for what `shard=` takes of each whole tensor, if it is given."""
+        if self.shard is None:
+            return whole
+        from mfload.mesh import shard as chunks
+        from mfload.mesh.load import check_whole
+
+        with gc_paused():
+            made = chunks.cut(whole, self.shard, self.placed(index.names))
+            if how.check is not None:
+                stored = sum(request.info.nbytes for request in whole)
+                check_whole(how, 1, stored - requesting.stored_bytes(made))
+            return made
+
+    def begin(
+        self, verify: Any, report: Report | None, options: Options | None
+    ) -> tuple[Index, list[Source], Any, LoadOptions, Sequence[Request]]:
+        """Checks arguments, reads headers and imports the framework."""
+        start = time.perf_counter()
+        how = started(options)
+        discovery.check_path(self.path)
+        self.check()
+        index, sources, requests = self.choose(how)
         how = verifying(verify, how, index, sources, lambda: requests)
-        return mesh_load.Chosen(*chosen, how)
+        requests = self.parts(requests, index, how)
+        read = time.perf_counter()
+        adapter = frameworks.get(self.framework, self.device, index.names)
+        if report is not None:
+            report.add_stage("headers", start, read)
+            report.add_stage("import", read, time.perf_counter())
+        return index, sources, adapter, how, requests
 
-    backend = mesh_load.backend(name, device, shard)
-    asked = mesh_load.MeshArguments(mesh, shardings, unmatched)
-    return mesh_load.MeshCall(backend, asked, choose, deadline, report)
+    def for_mesh(self, verify: Any, report: Report | None, options: Options | None) -> MeshCall:
+        """A load on a mesh, of which checks and headers reach all processes."""
+        from mfload.mesh import load as mesh_load
+
+        valid = options if isinstance(options, Options) else Options()
+        imported = [name for name in frameworks.ON_MESHES if name in sys.modules]
+        # What is wrong is told to all processes, if there are more.
+        if self.shard is not None:
+            name = frameworks.resolve(self.framework)
+        else:
+            name = _meant(self.framework, self.mesh, imported) if imported else self.check()
+        deadline = Deadline(valid.timeout)
+
+        def choose() -> Chosen:
+            if report is not None:
+                from mfload.report import cleared
+
+                cleared(report)
+            how = started(options, deadline)
+            discovery.check_path(self.path)
+            self.check()
+            index, sources, requests = self.choose(how)
+            how = verifying(verify, how, index, sources, lambda: requests)
+            return mesh_load.Chosen(index, sources, requests, how)
+
+        backend = mesh_load.backend(name, self.device, self.shard)
+        return mesh_load.MeshCall(backend, self.placed(), choose, deadline, report)
 
 
-def _check(
-    framework: str | ModuleType,
-    device: object,
-    mesh: Any,
-    shardings: Any,
-    shard: Any,
-    unmatched: str,
-) -> str:
-    """Refuses arguments that exclude each other; returns the framework's name."""
-    name = frameworks.resolve(framework)
-    if unmatched != "replicate":
-        errors.check_choice("unmatched", unmatched, UNMATCHED)
-    if mesh is None and shardings is None and shard is None:
-        return name
-    if shard is not None:
-        if device is not None and isinstance(device, list | tuple | Mapping):
-            message, expected = "shard= is for one device", "one device="
-            raise errors.UsageError(message, expected=expected, found=repr(device))
-        return name
-    if name not in frameworks.ON_MESHES:
-        choices = " | ".join(f"framework={each!r}" for each in frameworks.ON_MESHES)
-        raise errors.UsageError(
-            f"{name} has no meshes",
-            expected=f"{choices}, or shardings=[(regex, dim)] with shard=(rank, size)",
-            found=framework,
-        )
-    if (owner := _owner(mesh)) in frameworks.ON_MESHES and owner != name:
-        expected = f"framework={owner!r}, or a mesh of {name}"
-        raise errors.UsageError(f"the mesh is one of {owner}", expected=expected, found=framework)
-    if device is not None:
-        raise errors.UsageError(
-            "the devices are those of the mesh or the shardings",
-            expected="no device=",
-            found=repr(device),
-        )
-    return name
+def _converted(infos: Columns, index: Index, dtype: Dtypes) -> list[Request]:
+    """Requests for tensors in what `dtype=` says of each."""
+    from mfload.planning import selection
+
+    wish = selection.read_dtype(dtype)
+    if isinstance(wish, selection.Rules):
+        wish.warn_of_unmatched([*index.names, *infos.names])
+    requests: list[Request] = []
+    for info in infos:
+        with errors.about(file=index.files[info.pieces[0].source]):
+            wanted, checked = selection.target(info, wish)
+        requests.append(Request(info, wanted, None, checked))
+    return requests
 
 
 def _meant(framework: Any, mesh: Any, imported: Sequence[str]) -> str:
@@ -1141,73 +1157,3 @@ def _meant(framework: Any, mesh: Any, imported: Sequence[str]) -> str:
 def _owner(mesh: Any) -> str:
     """The package that a mesh is of."""
     return type(mesh).__module__.partition(".")[0]
-
-
-def _choose(
-    path: PathOrBytes | Sequence[PathOrBytes],
-    names: Names,
-    dtype: Dtypes,
-    options: LoadOptions,
-    order: Sequence[str] | None = None,
-    *,
-    missing_ok: bool = False,
-) -> tuple[Index, list[Source], Sequence[Request]]:
-    """The index, its sources, and what is requested; reads the headers that it takes.
-
-    `missing_ok`: see `checkpoint.choose`.
-    """
-    select: Callable[[Index], Columns] = attrgetter("columns")
-    if names is not None:
-        from mfload.planning import selection
-
-        if isinstance(names, Iterator):
-            names = list(names)  # They may be gone through again.
-        select = partial(selection.select, names=names)
-    with gc_paused():
-        infos, index, sources = checkpoint.choose(path, options, select, missing_ok=missing_ok)
-        if dtype is None:
-            rows = requesting.whole(infos)
-            return index, sources, rows if order is None else requesting.ordered(rows, order)
-        from mfload.planning import selection
-
-        wish = selection.read_dtype(dtype)
-        if isinstance(wish, selection.Rules):
-            wish.warn_of_unmatched([*index.names, *infos.names])
-        requests: list[Request] = []
-        for info in infos:
-            with errors.about(file=index.files[info.pieces[0].source]):
-                wanted, checked = selection.target(info, wish)
-            requests.append(Request(info, wanted, None, checked))
-        return index, sources, requests if order is None else requesting.ordered(requests, order)
-
-
-def _on_mesh(mesh: Any, shardings: Any, shard: Any, options: Options | None) -> bool:
-    """Whether the devices of a mesh, or processes that exchange what they read, load together."""
-    if shard is not None:
-        return getattr(options, "exchange", None) == "once"
-    return mesh is not None or shardings is not None
-
-
-def _parts(
-    whole: Sequence[Request],
-    index: Index,
-    mesh: Any,
-    shardings: Any,
-    shard: tuple[int, int] | None,
-    unmatched: str,
-    how: LoadOptions,
-) -> Sequence[Request]:
-    """Requests for what `shard=` takes of each whole tensor, if it is given."""
-    if shard is None:
-        return whole
-    from mfload.mesh import shard as chunks
-    from mfload.mesh.base import MeshArguments
-    from mfload.mesh.load import check_whole
-
-    with gc_paused():
-        asked = MeshArguments(mesh, shardings, unmatched, index.names)
-        made = chunks.cut(whole, shard, asked)
-        if how.check is not None:
-            stored = sum(request.info.nbytes for request in whole)
-            check_whole(how, 1, stored - requesting.stored_bytes(made))
-        return made

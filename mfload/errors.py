@@ -99,6 +99,16 @@ def about(*, file: str) -> Generator[None]:
         raise
 
 
+@contextmanager
+def after(why: str) -> Generator[None]:
+    """Adds a note to errors of a second place: what was wrong with the first."""
+    try:
+        yield
+    except MfloadError as error:
+        error.add_note(f"the first place failed before: {why}")
+        raise
+
+
 class UsageError(MfloadError, ValueError):
     """An argument, or a combination of arguments, that makes no sense."""
 

@@ -295,17 +295,24 @@ class Deadline:
         )
 
     def bound(
-        self, call: Callable[[], T], what: str, file: str | None = None, *, apart: bool = False
+        self,
+        call: Callable[[], T],
+        what: str,
+        file: str | None = None,
+        *,
+        apart: bool = False,
+        crew: Crew | None = None,
     ) -> T:
         """Runs a call, with a timeout in a thread of its own, which is left behind if it hangs.
 
-        With `apart`, it has a thread without a timeout too, so that an interrupt ends the waiting.
+        With `apart`, it has a thread without a timeout too, so that an interrupt ends the waiting;
+        with a `crew`, it is one of that.
         Raises MfloadError if the system gives no thread, without which no timeout holds.
         """
         if self._end is None and not apart:
             return call()
         try:
-            task = start(call, "mfload-bounded")
+            task = crew.start(call) if crew else start(call, "mfload-bounded")
         except RuntimeError as error:
             if self._end is None:
                 return call()

@@ -14,6 +14,7 @@ import itertools
 import math
 import operator
 import os
+import re
 import threading
 import zlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -40,6 +41,7 @@ _PART = 256 << 10  # Bytes that are inflated at once, and made at once.
 # How often a thread that waits for its turn looks whether the load was given up, in seconds.
 _TICK = 0.05
 _PAGE = 4096
+_VERIFIED = " verified against the manifest"
 _MOST_BOXES = 64  # Of a tensor, among which two that overlap are sought.
 
 Stopped = Callable[[], bool]
@@ -253,7 +255,7 @@ class ManifestCheck:
             )
         self._verified: dict[str, bool] = {}  # Whether bytes were read for this alone.
         self._turn = threading.Lock()  # Several threads may read of an opened checkpoint.
-        self._note = ""
+        self._note, self._elsewhere = "", 0
 
     def expect(self, tensors: Sequence[TensorInfo]) -> None:
         """Raises ChecksumError if the manifest lacks a tensor, or has another dtype or shape."""
@@ -321,8 +323,12 @@ class ManifestCheck:
         """Notes how many tensors were compared so far, in place of an earlier note."""
         if report is None:
             return
-        before, count = self._note, errors.counted(len(self._verified), "tensor")
-        self._note = f"{count} verified against the manifest"
+        if not self._note:  # Another place of the same load may have failed after some of them.
+            for note in report.notes:
+                if found := re.fullmatch(rf"(\d+) tensors?{_VERIFIED}", note):
+                    self._note, self._elsewhere = note, int(found[1])
+        before, count = self._note, len(self._verified) + self._elsewhere
+        self._note = f"{errors.counted(count, 'tensor')}{_VERIFIED}"
         report.notes = (*(note for note in report.notes if note != before), self._note)
 
     def _refuse(self, offenders: Sequence[Offender], total: int) -> None:

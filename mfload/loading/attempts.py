@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from mfload import errors, sources
@@ -88,21 +88,22 @@ def run(
     try:
         try:
             first = how if fallback is None else dataclasses.replace(how, timeout=limit)
-            found, note, why = _attempt(call, places[0], first, failed), None, ""
+            found, why = _attempt(call, places[0], first, failed), None
         except errors.OF_A_PLACE as error:
             if fallback is None:
                 raise
-            found = None  # Beyond this block, so that what the error refers to is freed.
+            found, why = None, str(error)  # Of the error nothing more is kept.
+        if why is not None:
             note = f"{_shown(places[0])} failed {failed.after()}, {_shown(places[1])} was "
-            why = f" instead: {error}"
-        if note is not None:
-            logging.getLogger("mfload").warning("%stried%s", note, why)
-            failed.notes.insert(0, f"{note}tried{why}")
+            logging.getLogger("mfload").warning("%stried instead: %s", note, why)
+            failed.notes.insert(0, f"{note}tried instead: {why}")
             rest = dataclasses.replace(how, timeout=_left(how.timeout, start))
             if isinstance(peer, _Noted):
                 peer.read.clear()
-            found = _attempt(call, places[1], rest, failed)
-            failed.notes[failed.notes.index(f"{note}tried{why}")] = f"{note}loaded{why}"
+            with errors.after(why):
+                found = _attempt(call, places[1], rest, failed)
+            number = failed.notes.index(f"{note}tried instead: {why}")
+            failed.notes[number] = f"{note}loaded instead: {why}"
     except BaseException:
         if report is not None:
             report.clear()  # Of the last attempt.
@@ -116,6 +117,19 @@ def run(
             report.add_stage("publish", begin, time.perf_counter())
             report.notes = (*report.notes, f"published at {seed.url}")
     return found
+
+
+def again(call: Callable[..., Any], given: dict[str, Any], *, whole: bool = False) -> Any:
+    """What a public function gives of one of two places (see `run`); `given` are its arguments."""
+    names = given.get("names")
+    if isinstance(names, Iterator):
+        given["names"] = list(names)  # For each attempt.
+    path, fallback, prefer, options = map(given.pop, ("path", "fallback", "prefer", "options"))
+
+    def attempt(place: Any, options: Options) -> Any:
+        return call(path=place, options=options, **given)
+
+    return run(attempt, path, fallback, prefer, options, given.get("report"), whole=whole)
 
 
 def stream(

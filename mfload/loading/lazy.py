@@ -491,9 +491,10 @@ class LazyCheckpoint(_Reader, Generic[Array]):
                 return call(self)
             except errors.OF_A_PLACE as error:
                 why = str(error)  # So that what the error refers to is freed.
-            self._turn_to_fallback(why)
+            with errors.after(why):
+                self._turn_to_fallback(why)
+                return self._tried(call)
         self._opened()
-        assert self._other is not None
         return call(self._other)
 
     def _turn_to_fallback(self, why: str) -> None:
@@ -504,8 +505,11 @@ class LazyCheckpoint(_Reader, Generic[Array]):
                 logging.getLogger("mfload").warning("%s", note)
                 how = started(asked.options)
                 self._other = opened(self._asked.fallback, self._adapter.name, asked, how)
+                if self.closed:  # By another thread, which did not see it.
+                    self._other.close()
                 if asked.report is not None:
-                    asked.report.notes += (note,)
+                    with counting:
+                        asked.report.notes += (note,)
 
     def __getitem__(self, name: str) -> Array:
         """One tensor, as `get_tensor` gives it."""
@@ -586,19 +590,21 @@ def opened(path: Any, framework: Any, asked: Asked, how: LoadOptions) -> LazyChe
     read = time.perf_counter()
     adapter = frameworks.get(framework, asked.device, index.names)
     if asked.report is not None:
-        asked.report.add_stage("headers", start, read)
-        asked.report.add_stage("import", read, time.perf_counter())
+        with counting:
+            asked.report.add_stage("headers", start, read)
+            asked.report.add_stage("import", read, time.perf_counter())
     return LazyCheckpoint(index, sources, adapter, asked, check=check)
 
 
 def _reopen(origin: Any, framework: str, asked: Asked, closed: bool) -> LazyCheckpoint[Any]:
     try:
         made = opened(origin, framework, asked, started(asked.options))
-    except errors.OF_A_PLACE:
+    except errors.OF_A_PLACE as error:
         if asked.fallback is None:
             raise
         alone = asked._replace(fallback=None)
-        made = opened(asked.fallback, framework, alone, started(asked.options))
+        with errors.after(str(error)):
+            made = opened(asked.fallback, framework, alone, started(asked.options))
     if closed:
         made.close()
     return made

@@ -299,8 +299,9 @@ def continued(
         except errors.OF_A_PLACE as error:
             why = str(error)
         if left:
-            held[:] = [go_on([*left], why)]
-            yield from held[0]
+            with errors.after(why):
+                held[:] = [go_on([*left], why)]
+                yield from held[0]
 
     def end(may_wait: bool) -> None:
         if may_wait and held:

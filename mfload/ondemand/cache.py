@@ -11,6 +11,7 @@ import copy
 import functools
 import gc
 import operator
+import queue  # noqa: F401 - see below
 import threading
 import time
 from collections import deque
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     Fill = Callable[[Numbers, NDArray[np.uint64]], tuple[int, int]]
     """Reads keys to addresses, uint64[keys, arenas]; returns how many reads and wanted bytes."""
 
+# The first `Crew.start` of a process imports `queue`, and an interrupt of an import may leave the
+# lock of all imports held: no thread would read again. So it is imported here, with the module.
 _TICK = 0.001  # Seconds between looks at pins; what ends one may run in any thread.
 _GRACE = 5.0  # As long as a load waits for reads that it breaks off.
 _COLLECTED = 20  # Ticks after which the garbage collector has a look for views in cycles.
@@ -238,7 +241,8 @@ class SlotCache:
             lease, own, others = taken
             del taken
             if own is not None:
-                self._apart(own, deadline)
+                run, what = functools.partial(self._run, own), self._reading(own)
+                deadline.bound(run, what, self._file, apart=True, crew=self._crew)
             for each in others:
                 self._await(each, deadline)
         except BaseException as error:
@@ -417,18 +421,8 @@ class SlotCache:
         self.key_of[slots], self.slot_of[keys] = keys, slots
         return made
 
-    def _apart(self, own: _Reading, deadline: Deadline) -> None:
-        """Has a thread read what was assigned, and waits for it."""
-        running = None
-        try:
-            running = self._crew.start(functools.partial(self._run, own))
-        except RuntimeError:  # The system gives no more threads.
-            self._run(own)
-        try:
-            self._await(own, deadline, mine=True)
-        finally:
-            if running is not None and own.done:
-                running.join()  # It refers to the cache no more.
+    def _reading(self, reading: _Reading) -> str:
+        return f"reading {counted(reading.keys.size, self._what)}"
 
     def _run(self, own: _Reading) -> None:
         """Reads what another thread assigned, and waits for."""
@@ -438,8 +432,9 @@ class SlotCache:
             own.thread = threading.get_ident()
         try:
             self._read(own)
-        except BaseException as error:  # noqa: BLE001 - who waits raises it
+        except BaseException as error:
             self._break_off(error)
+            raise
 
     def _read(self, own: _Reading) -> None:
         """Reads what was assigned."""
@@ -469,20 +464,17 @@ class SlotCache:
                 each.error = error
                 self._end(each)
 
-    def _await(self, reading: _Reading, deadline: Deadline, *, mine: bool = False) -> None:
-        """Waits for what another thread reads, for this one if `mine`; raises what it met."""
+    def _await(self, reading: _Reading, deadline: Deadline) -> None:
+        """Waits for what another thread reads for its own request; raises what it met."""
         with self._lock:
             while not reading.done:
                 if (left := deadline.left()) <= 0:
-                    what = f"reading {counted(reading.keys.size, self._what)}"
-                    raise deadline.error(what, self._file)
+                    raise deadline.error(self._reading(reading), self._file)
                 self._changed.wait(min(left, threading.TIMEOUT_MAX))
         error = reading.error
         if error is None:
             return
         try:
-            if mine:
-                raise error
             if isinstance(error, errors.MfloadError | OSError | MemoryError):
                 raise copy.copy(error) from error
             what = f"the read was broken off in another thread: {type(error).__name__}"

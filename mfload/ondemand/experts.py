@@ -14,7 +14,7 @@ from mfload import errors
 from mfload.index import TensorInfo
 from mfload.ondemand import policies
 from mfload.ondemand.cache import Lease, layer_in, numbers, whole
-from mfload.ondemand.pools import Pools
+from mfload.ondemand.pools import Pooled, Pools
 from mfload.ondemand.store import Part, Store
 from mfload.options import byte_count
 from mfload.planning.selection import compiled
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mfload.frameworks import Framework
     from mfload.ondemand.cache import Numbers
     from mfload.ondemand.policies import Lru
-    from mfload.ondemand.report import OndemandReport
     from mfload.options import Options
     from mfload.sources import PathOrBytes
 
@@ -74,7 +73,7 @@ class Experts(ClosedAtEnd, Mapping[int, Mapping[str, Any]]):
         self._leases, self._made = {}, {}
 
 
-class ExpertCache(ClosedAtEnd):
+class ExpertCache(Pooled):
     """Experts of the layers of a model, read from an unmodified checkpoint when they are used.
 
         with mfload.ondemand.ExpertCache("model/", budget="8GiB", framework="jax") as cache:
@@ -193,18 +192,6 @@ class ExpertCache(ClosedAtEnd):
             UsageError: As `use`.
         """
         self._pools.prefetch([self._known(layer, experts)[:2]])
-
-    def report(self) -> OndemandReport:
-        """What it did so far; keys are experts."""
-        return self._pools.report()
-
-    def close(self) -> None:
-        """Closes the files, once the reads under way are over; arrays live on.
-
-        It waits for reads for 5 seconds at most, or the timeout. One that takes longer keeps the
-        slots until it returns.
-        """
-        self._pools.close()
 
     def _known(self, layer: int, experts: Iterable[int] | Numbers) -> tuple[int, Numbers, Numbers]:
         """The number of a layer, the keys of its experts, and the numbers of all that it has."""

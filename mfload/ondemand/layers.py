@@ -11,15 +11,13 @@ import numpy as np
 
 from mfload import errors
 from mfload.ondemand.policies import Cyclic
-from mfload.ondemand.pools import Pools
+from mfload.ondemand.pools import Pooled, Pools
 from mfload.ondemand.store import Part, Slots, Store
 from mfload.options import byte_count
 from mfload.planning.selection import compiled
-from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
     from mfload.frameworks import Framework
-    from mfload.ondemand.report import OndemandReport
     from mfload.options import Options
     from mfload.sources import PathOrBytes
 
@@ -27,7 +25,7 @@ PATTERN = r"(?<!\bmtp\.)layers\.(\d+)\."
 _FIRST = np.zeros(1, np.int64)
 
 
-class LayerStream(ClosedAtEnd):
+class LayerStream(Pooled):
     """The layers of a model, one after the other, read from an unmodified checkpoint.
 
         with mfload.ondemand.LayerStream("model/", budget="4GiB", framework="torch") as stream:
@@ -92,36 +90,17 @@ class LayerStream(ClosedAtEnd):
     ) -> None:
         limit = None if budget is None else byte_count("budget", budget, 1)
         self._ahead = byte_count("ahead", ahead, 0)
-        find = compiled(pattern, "pattern=")
-        stays = None if resident is None else compiled(resident, "resident=").search
-        if not find.groups:
-            what = "pattern has no group for the number of the layer"
-            raise errors.UsageError(what, expected=PATTERN, found=find.pattern)
-        group = find.groupindex.get("layer", 1)
-
-        def layer_of(name: str) -> int | None:
-            found = find.search(name)
-            if found is None or (stays is not None and stays(name)):
-                return None
-            try:
-                return int(found[group])
-            except (TypeError, ValueError):
-                what = "the pattern takes something else for the number of a layer"
-                raise errors.UsageError(what, tensor=name, found=repr(found[group])) from None
-
-        def wanted(name: str) -> bool:
-            return stays is None or stays(name) is not None or layer_of(name) is not None
-
-        store = self._opens(path, wanted, framework, options=options, gather=gather)
+        names = _Names(pattern, resident)
+        store = self._opens(path, names.wanted, framework, options=options, gather=gather)
         try:
             kept: list[Part] = []
             layers: dict[int, list[Part]] = {}
             for info in store.tensors:
-                layer = layer_of(info.name)
+                layer = names.layer(info.name)
                 (kept if layer is None else layers.setdefault(layer, [])).append(store.part(info))
             if not layers:
                 raise errors.TensorNotFoundError(
-                    "no name is one of a layer", file=store.file, expected=find.pattern
+                    "no name is one of a layer", file=store.file, expected=names.pattern
                 )
             self.layers = tuple(sorted(layers))
             slots = Slots(store, [kept])
@@ -157,10 +136,33 @@ class LayerStream(ClosedAtEnd):
             yield layer, tensors
             del tensors
 
-    def report(self) -> OndemandReport:
-        """What it did so far; keys are layers."""
-        return self._pools.report()
 
-    def close(self) -> None:
-        """Closes the files, once the reads under way are over (see `ExpertCache.close`)."""
-        self._pools.close()
+class _Names:
+    """What the names of tensors say: the layer that each is of, and which tensors stay."""
+
+    def __init__(
+        self, pattern: str | re.Pattern[str], resident: str | re.Pattern[str] | None
+    ) -> None:
+        find = compiled(pattern, "pattern=")
+        if not find.groups:
+            what = "pattern has no group for the number of the layer"
+            raise errors.UsageError(what, expected=PATTERN, found=find.pattern)
+        self._stays = None if resident is None else compiled(resident, "resident=").search
+        self._find, self._group = find.search, find.groupindex.get("layer", 1)
+        self.pattern = find.pattern
+
+    def layer(self, name: str) -> int | None:
+        """The layer of a tensor; None for one that stays, or that is of none."""
+        found, group = self._find(name), self._group
+        if found is None or (self._stays is not None and self._stays(name)):
+            return None
+        try:
+            return int(found[group])
+        except (TypeError, ValueError):
+            what = "the pattern takes something else for the number of a layer"
+            raise errors.UsageError(what, tensor=name, found=repr(found[group])) from None
+
+    def wanted(self, name: str) -> bool:
+        """Whether a tensor is of a layer, or stays."""
+        stays = self._stays
+        return stays is None or stays(name) is not None or self.layer(name) is not None

@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from mfload.io.gather import Gather
     from mfload.ondemand.cache import Fill, Lease, Numbers
     from mfload.ondemand.policies import Lru
-    from mfload.ondemand.report import OndemandReport
     from mfload.sources import PathOrBytes
 
 
@@ -186,19 +186,9 @@ class NeuronCache(Caches):
         def wanted(name: str) -> bool:
             return stays is None or stays(name) is not None or name.endswith(bundles.SUFFIX)
 
-        how = options or Options()
-        store = self._opens(path, wanted, framework, options=how, gather=gather)
+        opens = partial(self._opens, path, wanted, framework, gather=gather)
+        store, layers = _opened(opens, options or Options())
         try:
-            layers = _layers(store)
-            why = _unaligned(store, layers.values())
-            if why is not None:
-                if how.engine == "direct":
-                    raise errors.UsageError(why, file=store.file)
-                store.close()
-                how = replace(how, engine="pread", page_cache="auto")
-                store = self._opens(path, wanted, framework, options=how, gather=gather)
-                layers = _layers(store)
-                store.gather.why = f"page cache: {why}"
             found = {part.name for part in layers.values()}
             kept = [store.part(info) for info in store.tensors if info.name not in found]
             slots = Slots(store, [[each for each in kept if stays is None or stays(each.name)]])
@@ -217,8 +207,7 @@ class NeuronCache(Caches):
             store.close()
             raise
         self._store, self._background = store, store.background()
-        more: dict[str, Any] = {"wait": wait, "what": "neuron", "background": self._background}
-        more |= {"timeout": store.timeout, "file": store.file}
+        more = self._how("neuron", wait)
         self._layers: dict[int, tuple[Part, RowCache]] = {}
         for (layer, part), each in zip(layers.items(), chosen, strict=True):
             mine = [*islice(arenas, len(_slots(store, part)))]
@@ -299,14 +288,6 @@ class NeuronCache(Caches):
         """
         self._known(layer)[1].prefetch(rows)
 
-    def report(self) -> OndemandReport:
-        """What it did so far; keys are neurons."""
-        return super().report()
-
-    def close(self) -> None:
-        """Closes the file, once the reads under way are over (see `ExpertCache.close`)."""
-        super().close()
-
     def _caches(self) -> Iterable[RowCache]:
         return (cache for _, cache in self._layers.values())
 
@@ -327,6 +308,30 @@ def _layers(store: Store) -> dict[int, Part]:
                 found=list(part.shape),
             )
     return made
+
+
+def _opened(
+    opens: Callable[..., Store], how: Options, why: str | None = None
+) -> tuple[Store, dict[int, Part]]:
+    """A store and its bundles; through the page cache, where O_DIRECT can't read neurons.
+
+    `why`: why it can't.
+    """
+    store = opens(options=how)
+    try:
+        layers = _layers(store)
+        wrong = _unaligned(store, layers.values())
+        if wrong is not None and how.engine == "direct":
+            raise errors.UsageError(wrong, file=store.file)
+    except BaseException:
+        store.close()
+        raise
+    if wrong is not None:
+        store.close()
+        return _opened(opens, replace(how, engine="pread", page_cache="auto"), wrong)
+    if why is not None:
+        store.gather.why = f"page cache: {why}"
+    return store, layers
 
 
 def _slots(store: Store, part: Part) -> list[int]:

@@ -39,15 +39,24 @@ class Caches(ClosedAtEnd):
     def _caches(self) -> Iterable[SlotCache]:
         raise NotImplementedError
 
+    def _how(self, what: str, wait: float) -> dict[str, Any]:
+        """What all of the caches are made with."""
+        made: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
+        return made | {"timeout": self._store.timeout, "file": self._store.file}
+
     def report(self) -> OndemandReport:
-        """What all of the caches did so far."""
+        """What it did so far; keys are experts, layers or neurons."""
         made = self._store.report(self._budget)
         for each in self._caches():
             made.add(each.counts)
         return made
 
     def close(self) -> None:
-        """Closes the caches, once the reads under way are over, or after 5 seconds."""
+        """Closes the files, once the reads under way are over; arrays live on.
+
+        It waits for reads for 5 seconds at most, or the timeout. One that takes longer keeps the
+        slots until it returns.
+        """
         seconds = patience(self._store.timeout)
         end = time.monotonic() + seconds
         self._background.close(seconds)
@@ -58,6 +67,24 @@ class Caches(ClosedAtEnd):
     def __del__(self) -> None:
         if hasattr(self, "_background"):
             self._background.end()
+
+
+class Pooled(ClosedAtEnd):
+    """What reads its keys into pools."""
+
+    _pools: Pools
+
+    def report(self) -> OndemandReport:
+        """What it did so far; keys are experts, layers or neurons."""
+        return self._pools.report()
+
+    def close(self) -> None:
+        """Closes the files, once the reads under way are over; arrays live on.
+
+        It waits for reads for 5 seconds at most, or the timeout. One that takes longer keeps the
+        slots until it returns.
+        """
+        self._pools.close()
 
 
 class Pools(Caches):
@@ -131,8 +158,7 @@ class Pools(Caches):
             [(n, nbytes) for n, (_, nbytes) in zip(capacities, self._sizes, strict=True)]
         )
         self._background = store.background()
-        how: dict[str, Any] = {"wait": wait, "what": what, "background": self._background}
-        how |= {"timeout": store.timeout, "file": store.file}
+        how = self._how(what, wait)
         self._pools = [
             Pool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))
             for each, arena, policy in zip(slots, arenas, chosen, strict=True)

@@ -245,6 +245,102 @@ def test_a_stream_goes_on_with_its_fallback(
     assert mfload.live_bytes() == 0
 
 
+def test_what_two_places_of_a_stream_verified_is_one_note(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mfload.verify(two[1], mode="write")
+    known = mfload.Manifest.read(f"{two[1]}.checksums.json")
+    _Broken(monkeypatch, two[0], 13 << 20)
+    report = mfload.Report()
+    given: Any = {"verify": known, "report": report, "options": BOUND}
+    assert {*dict(mfload.stream(two[0], fallback=two[1], **given))} == {*BIG}
+    assert [note for note in report.notes if "verified" in note] == [
+        "6 tensors verified against the manifest"
+    ]
+
+
+def test_an_error_of_the_second_place_tells_that_of_the_first(
+    two: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(error: BaseException) -> bool:
+        notes = getattr(error, "__notes__", [])
+        return len(notes) == 1 and "the first place failed before: " in notes[0]
+
+    none = tmp_path / "none"
+    for call in CALLS.values():
+        with pytest.raises(errors.SourceNotFoundError) as caught:
+            call(none, fallback=tmp_path / "neither")
+        assert said(caught.value)
+        assert str(none) in caught.value.__notes__[0]
+    opened, slow = mfload.open(two[0], fallback=none), mfload.open(two[0], fallback=two[1])
+    stream = mfload.stream(two[0], fallback=none, options=BOUND)
+    pickled = pickle.dumps(opened)
+    broken = _Broken(monkeypatch, two[0], 13 << 20)
+    for read in (lambda: dict(stream), lambda: opened["t5"]):
+        with pytest.raises(errors.SourceNotFoundError) as caught:
+            read()
+        assert said(caught.value)
+        assert "Input/output error" in caught.value.__notes__[0]
+    two[0].unlink()
+    with pytest.raises(errors.SourceNotFoundError) as caught:
+        pickle.loads(pickled)
+    assert said(caught.value)
+    broken.inode = two[1].stat().st_ino  # The second place can be opened, and not read.
+    with pytest.raises(errors.ReadError) as caught:
+        slow["t5"]
+    assert said(caught.value)
+
+
+def test_a_report_of_threads_that_turn_to_a_fallback_loses_nothing(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one adds what it read to the report, another turns to the second place."""
+    adding, turned, held = threading.Event(), threading.Event(), list[Any]()
+
+    class Slow(mfload.Report):
+        def __setattr__(self, name: str, value: Any) -> None:
+            late = name in ("stages", "notes") and threading.current_thread().name == "adder"
+            if late and self is held[0]:
+                adding.set()
+                turned.wait(0.5)
+            super().__setattr__(name, value)
+
+    report = Slow()
+    held.append(report)
+    with mfload.open(two[0], fallback=two[1], report=report) as opened:
+        adder = threading.Thread(target=lambda: opened["t0"], name="adder")
+        _Broken(monkeypatch, two[0], 13 << 20)
+        adder.start()
+        assert adding.wait(10)
+        assert (opened["t5"] == 5).all()
+        turned.set()
+        adder.join()
+    assert len([note for note in report.notes if "the fallback is read instead" in note]) == 1
+    headers = [span for span in report.timeline if span.kind == "headers"]
+    assert report.stages["headers"] == pytest.approx(sum(s.stop - s.start for s in headers))
+    assert len({span.start for span in headers}) == len(headers) >= 2
+
+
+def test_a_checkpoint_that_is_closed_while_it_turns_to_its_fallback_leaves_nothing_open(
+    two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mfload.loading import lazy
+
+    opened = mfload.open(two[0], fallback=two[1])
+    _Broken(monkeypatch, two[0], 0)
+    real, made = lazy.opened, list[Any]()
+
+    def closed_meanwhile(*args: Any) -> Any:
+        made.append(real(*args))
+        opened.close()
+        return made[0]
+
+    monkeypatch.setattr(lazy, "opened", closed_meanwhile)
+    with pytest.raises(errors.UsageError, match="closed"):
+        opened["t0"]
+    assert made[0].closed
+
+
 def test_a_stream_that_is_closed_or_dropped_leaves_nothing(
     two: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

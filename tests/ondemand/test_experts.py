@@ -476,6 +476,25 @@ INTERRUPTS = """
 """
 
 
+def test_requests_import_nothing(path: Path) -> None:
+    """An interrupt of an import may leave the lock of all imports held."""
+    code = """
+        import sys
+        import mfload
+        cache = mfload.ondemand.ExpertCache(sys.argv[1], budget="500KB", gather=sys.argv[2])
+        before = {*sys.modules}
+        cache.prefetch(0, [3])
+        with cache.use(1, [3, 5]) as experts:
+            experts[5]["up_proj"]
+        print({*sys.modules} - before)
+    """
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(path), "threads"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert found.stdout == "set()\n"
+
+
 @pytest.mark.parametrize("engine", ["io_uring", "threads"])
 def test_interrupts(path: Path, engine: str) -> None:
     """Hundreds at any place: no lock is kept, and no expert is another's."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import http.client
+import os
 import platform
+import subprocess
 import sys
 import time
 import weakref
@@ -347,3 +349,25 @@ def test_peers_are_not_waited_for_without_end(stalled: Any) -> None:
     """No socket takes such times."""
     with pytest.raises(errors.UsageError):
         PeerOptions(stalled=stalled)
+
+
+def test_what_is_restored_is_published() -> None:
+    """With a target or without; in a process with JAX."""
+    code = """
+import numpy as np, mfload
+arrays = {"layer": {"w": np.arange(1000.0), "b": np.ones(3)}}
+target = {"layer": {"w": np.zeros(1000), "b": np.zeros(3)}}
+how = mfload.Options(peer=mfload.PeerOptions(publish=True))
+with mfload.publish(arrays, model="m") as seed:
+    for given in ({"target": target}, {"framework": "numpy"}):
+        report = mfload.Report()
+        found = mfload.restore(seed.url, options=how, report=report, **given)
+        (own,) = (each for each in mfload.seeds() if each is not seed)
+        assert report.notes == (f"published at {own.url}",), report.notes
+        again = mfload.load(own.url, "numpy")
+        assert again.keys() == {"layer.w", "layer.b"}, again.keys()
+        assert (again["layer.w"] == arrays["layer"]["w"]).all()
+        own.close()
+"""
+    environment = {**os.environ, "JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
