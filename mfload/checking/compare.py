@@ -164,9 +164,7 @@ class Comparison:
         for first, stop in lots.ranges(pair, most, ledger.share(_PARTS)):
             left, right = (lots.parts(each, each.dtype, first, stop) for each in sides)
             ours, theirs = ((stop - first) * width // 8 for width in bits)
-            what = (
-                "a tensor that can't be compared in parts is larger than max_host_overhead allows"
-            )
+            what = f"a tensor that can't be compared in parts is larger than {ledger.name} allows"
             ledger.check(2 * max(ours, theirs), what, pair.left.name, "at least {}")
             part = Part(pair, first, Piece(0, 0, ours), Piece(0, ours, theirs))
             costs = self._left[0].costs._replace(span=most)

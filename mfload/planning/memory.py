@@ -84,6 +84,11 @@ class Ledger:
         """The least limit that leaves so many bytes for what waits (see `split`)."""
         return max(floor + waits, (waits - 1) * _READERS // (_READERS - 1) + 1)
 
+    @staticmethod
+    def least_for(slots: int) -> int:
+        """The least limit that leaves readers so many bytes (see `split`)."""
+        return slots * _READERS
+
     def check(
         self, least: int, what: str, tensor: str | None = None, expected: str = _OR_MORE
     ) -> None:
@@ -259,29 +264,29 @@ def grouped(
     limit: float | Mapping[Any, float],
     nbytes: Callable[[T], int] | Callable[[T], Counter[Any]],
 ) -> Iterator[list[T]]:
-    """Groups of up to `limit` bytes, in order; a larger item is a group of its own.
+    """Groups of up to `limit` bytes, in order; a larger item exceeds it alone.
 
-    Where bytes are held in several places, `nbytes` says how many in each, and none of these may
-    exceed the limit, which may be one for each place.
+    Where bytes are held in several places, `nbytes` counts those in each: no place holds more than
+    the limit, which may be one for each.
     """
     group: list[T] = []
     held: Any = 0
     for item in items:
         more: Any = nbytes(item)
-        together = held + more if group else more
-        full = _exceeds(together, limit) if isinstance(more, Counter) else together > limit
-        if full and group:
+        apart: bool = isinstance(more, Counter)
+        if group and (_exceeds(held, more, limit) if apart else bool(held + more > limit)):
             yield group
-            group, together = [], more
+            group = []
+        held = held + more if group else more
         group.append(item)
-        held = together
     if group:
         yield group
 
 
-def _exceeds(held: Counter[Any], limit: Any) -> bool:
-    each = isinstance(limit, Mapping)
-    return any(nbytes > (limit[place] if each else limit) for place, nbytes in held.items())
+def _exceeds(held: Counter[Any], more: Counter[Any], limit: Any) -> bool:
+    """Whether what is held in a place, and what would be added there, exceed the limit."""
+    limits = limit if isinstance(limit, Mapping) else dict.fromkeys(more, limit)
+    return any(held[at] and held[at] + nbytes > limits[at] for at, nbytes in more.items())
 
 
 def split_tensors(requests: Sequence[Request], batches: Sequence[Sequence[int]]) -> int:
