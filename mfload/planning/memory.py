@@ -285,7 +285,7 @@ def grouped(
 
 def _exceeds(held: Counter[Any], more: Counter[Any], limit: Any) -> bool:
     """Whether what is held in a place, and what would be added there, exceed the limit."""
-    limits = limit if isinstance(limit, Mapping) else dict.fromkeys(more, limit)
+    limits: Any = limit if isinstance(limit, Mapping) else dict.fromkeys(more, limit)
     return any(held[at] and held[at] + nbytes > limits[at] for at, nbytes in more.items())
 
 
