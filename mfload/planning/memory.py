@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, is_not
 from typing import Any, TypeVar
 
@@ -247,22 +247,24 @@ def batches(
             largest[device] = requests[n]
     limits = {device: _limit(device, request, options) for device, request in largest.items()}
 
-    def held(numbers: Iterable[int]) -> Counter[int | None]:
-        made: Counter[int | None] = Counter()
-        for device, nbytes in (waiting[n] for n in numbers if n in waiting):
-            made[device] += nbytes
+    def held(numbers: Iterable[int]) -> dict[int | None, int]:
+        made: dict[int | None, int] = {}
+        for n in numbers:
+            if n in waiting:
+                device, nbytes = waiting[n]
+                made[device] = made.get(device, 0) + nbytes
         return made
 
     runs = itertools.groupby(range(len(requests)), key=lambda n: requests[n].info.name)
     # A tensor whose parts come in several batches is read several times.
-    units = (unit for _, run in runs for unit in grouped(run, limits, lambda n: held([n])))
+    units = (unit for _, run in runs for unit in grouped(run, limits, lambda n: held((n,))))
     return map(list, map(itertools.chain.from_iterable, grouped(units, limits, held)))
 
 
 def grouped(
     items: Iterable[T],
-    limit: float | Mapping[Any, float],
-    nbytes: Callable[[T], int] | Callable[[T], Counter[Any]],
+    limit: float | dict[Any, int],
+    nbytes: Callable[[T], int] | Callable[[T], dict[Any, int]],
 ) -> Iterator[list[T]]:
     """Groups of up to `limit` bytes, in order; a larger item exceeds it alone.
 
@@ -273,20 +275,28 @@ def grouped(
     held: Any = 0
     for item in items:
         more: Any = nbytes(item)
-        apart: bool = isinstance(more, Counter)
-        if group and (_exceeds(held, more, limit) if apart else bool(held + more > limit)):
+        apart = isinstance(more, dict)
+        if group and (_exceeds(held, more, limit) if apart else held + more > limit):
             yield group
             group = []
-        held = held + more if group else more
+        if not apart:
+            held = held + more if group else more
+        elif group:
+            held |= {place: held.get(place, 0) + n for place, n in more.items()}
+        else:
+            held = {**more}
         group.append(item)
     if group:
         yield group
 
 
-def _exceeds(held: Counter[Any], more: Counter[Any], limit: Any) -> bool:
+def _exceeds(held: dict[Any, int], more: dict[Any, int], limit: Any) -> bool:
     """Whether what is held in a place, and what would be added there, exceed the limit."""
-    limits: Any = limit if isinstance(limit, Mapping) else dict.fromkeys(more, limit)
-    return any(held[at] and held[at] + nbytes > limits[at] for at, nbytes in more.items())
+    for place, nbytes in more.items():
+        most = limit[place] if isinstance(limit, dict) else limit
+        if (before := held.get(place)) and before + nbytes > most:
+            return True
+    return False
 
 
 def split_tensors(requests: Sequence[Request], batches: Sequence[Sequence[int]]) -> int:
