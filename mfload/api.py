@@ -506,7 +506,7 @@ def _stream(
         raise errors.UsageError("lazy tensors show no progress", expected="no progress=")
     from mfload.loading.lazy import Asked, LazyCheckpoint
 
-    sources = streaming.ahead(sources, requests, how.max_host_overhead)
+    sources = streaming.ahead(sources, requests, how)
     opened = LazyCheckpoint(index, sources, adapter, Asked(call.device, options), check=how.check)
     return streaming.lazily(opened, index, sources, adapter, requests, report)
 

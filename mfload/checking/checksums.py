@@ -30,6 +30,7 @@ from mfload.index import Index, Piece, TensorInfo
 from mfload.options import LoadOptions
 from mfload.planning import lots
 from mfload.planning.blocks import Lot
+from mfload.planning.memory import Ledger
 from mfload.planning.request import Request
 from mfload.planning.slicing import intersection
 from mfload.report import Report
@@ -298,10 +299,9 @@ class ManifestCheck:
         hasher, sources = Hasher(tensors), self._sources
         pieces = [piece for info in tensors for piece in info.pieces]
         stored = [piece for piece in pieces if piece.stored is None or piece.stored.inline is None]
-        size, limit = scanning.BLOCK, options.max_host_overhead
-        if limit is not None:  # Two blocks for each thread, as `scanning.readers` counts.
-            most = limit // (2 * (options.threads or 1)) // _PAGE * _PAGE
-            size = max(_PAGE, min(size, most))
+        # Two blocks for each thread, as `scanning.readers` counts.
+        most = Ledger(options).slot(2 * (options.threads or 1))
+        size = max(_PAGE, min(scanning.BLOCK, most))
         rows = lots.joined(stored, scanning.gap(sources), size)
         blocks = (part for block, _ in rows for part in lots.cut(block, size))
         scanning.scan(sources, list(map(lots.raw, blocks)), hasher, options)

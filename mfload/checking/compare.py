@@ -14,16 +14,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mfload import errors, packed
+from mfload import packed
 from mfload.checking import numeric_diff, scan as scanning
 from mfload.checking.numeric_diff import SAME, NumericDiff, Tolerance
 from mfload.checking.scan import Advance, gap, scan
 from mfload.index import Piece, TensorInfo
 from mfload.loading import execute
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning import lots
 from mfload.planning.blocks import Lot
 from mfload.planning.lots import joined
+from mfload.planning.memory import Ledger
 from mfload.sources.base import Source
 
 # Packed elements come in blocks of up to four: parts of so many begin and end with whole blocks.
@@ -155,23 +156,16 @@ class Comparison:
 
         Raises MemoryLimitError for one that is larger than half the limit, and can't be cut.
         """
-        limit, bits = options.max_host_overhead, [element_bits(info) for info in pair]
-        room = OVERHEAD if limit is None else limit
+        ledger, bits = Ledger(options), [element_bits(info) for info in pair]
         readers = options.threads or execute.reader_threads(direct=False)
-        most, shift = room // (_PARTS * readers), len(self._left)
+        most, shift = ledger.share(_PARTS * readers), len(self._left)
         pieces = (p._replace(source=p.source + shift) for p in pair.right.pieces)
         sides = pair.left, pair.right._replace(pieces=tuple(pieces))
-        for first, stop in lots.ranges(pair, most, room // _PARTS):
+        for first, stop in lots.ranges(pair, most, ledger.share(_PARTS)):
             left, right = (lots.parts(each, each.dtype, first, stop) for each in sides)
             ours, theirs = ((stop - first) * width // 8 for width in bits)
-            if limit is not None and max(ours, theirs) > limit // 2:
-                raise errors.MemoryLimitError(
-                    "a tensor that can't be compared in parts is larger than max_host_overhead "
-                    "allows",
-                    tensor=pair.left.name,
-                    expected=f"at least {errors.amount(2 * max(ours, theirs), limit)}",
-                    found=errors.amount(limit, limit),
-                )
+            what = f"a tensor that can't be compared in parts is larger than {ledger.name} allows"
+            ledger.check(2 * max(ours, theirs), what, pair.left.name, "at least {}")
             part = Part(pair, first, Piece(0, 0, ours), Piece(0, ours, theirs))
             costs = self._left[0].costs._replace(span=most)
             yield lots.landed([*left, *right], ours, costs, key=part)

@@ -15,17 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped
 from mfload.checking.renaming import Cast, Row
 from mfload.checking.scan import Advance, gap, scan
 from mfload.checking.sealing import Seal
 from mfload.index import Piece, TensorInfo
 from mfload.io.buffers import PAGE
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning import lots
 from mfload.planning.blocks import Block, Costs, Lot
 from mfload.planning.lots import cut, joined
+from mfload.planning.memory import Ledger
 from mfload.planning.request import Request
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
@@ -140,22 +140,16 @@ def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Block]]:
 
 def _landed(number: int, made: Layout, how: LoadOptions, costs: Costs) -> Iterator[Lot]:
     """Lots of what is put together in memory: small tensors in a block of a draft go together."""
-    limit, at = how.max_host_overhead, len(made.header)
-    room = OVERHEAD if limit is None else limit
-    costs = costs._replace(span=room // _LANDED)
+    ledger, at = Ledger(how), len(made.header)
+    costs = costs._replace(span=ledger.share(_LANDED))
     waiting: list[Request] = []
     start = end = 0
     for row in made.entries:
         bits, checked = row.dtype.bits, isinstance(row, Cast) and row.checked
-        for first, stop in () if row.simple or not row.nbytes else _ranges(row, at, room):
+        for first, stop in () if row.simple or not row.nbytes else _ranges(row, at, ledger):
             low, nbytes = at + first * bits // 8, (stop - first) * bits // 8
-            if limit is not None and nbytes > limit:
-                raise errors.MemoryLimitError(
-                    "a tensor that can't be loaded in parts is larger than max_host_overhead",
-                    tensor=row.name,
-                    expected=f"at least {errors.amount(nbytes, limit)}",
-                    found=errors.amount(limit, limit),
-                )
+            what = f"a tensor that can't be loaded in parts is larger than {ledger.name}"
+            ledger.check(nbytes, what, row.name, "at least {}")
             if waiting and (low != end or start // BLOCK != (low + nbytes - 1) // BLOCK):
                 yield _lot(waiting, Piece(number, start, end - start), costs)
                 waiting = []
@@ -179,11 +173,11 @@ def info_of(row: Row) -> TensorInfo:
     return row.info if isinstance(row, Cast) else row
 
 
-def _ranges(row: Row, at: int, room: int) -> Iterator[tuple[int, int]]:
+def _ranges(row: Row, at: int, ledger: Ledger) -> Iterator[tuple[int, int]]:
     """Ranges of elements of a tensor whose bytes begin at `at` of a draft."""
     info, bits = info_of(row), row.dtype.bits
     if not info.simple or info.dtype.elements > 1:
-        yield from lots.ranges((info, row), room // _LANDED, room)
+        yield from lots.ranges((info, row), ledger.share(_LANDED), ledger.most)
         return
     edges = [(b.offset - at) * 8 // bits for b in cut(Piece(0, at, row.nbytes), BLOCK)]
     edges = sorted({*edges, row.nbytes * 8 // bits})

@@ -16,10 +16,10 @@ from mfload.io import route as routing
 from mfload.io.engine import Place
 from mfload.io.route import Leg
 from mfload.loading import execute
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.blocks import Block, Lot
 from mfload.planning.lots import cut, raw
-from mfload.planning.memory import too_small
+from mfload.planning.memory import Ledger
 from mfload.planning.plan import Plan
 from mfload.report import human
 from mfload.sources.base import Source
@@ -58,11 +58,11 @@ def scan(
     concurrency = sources[0].costs.concurrency if sources else None
     usual = execute.reader_threads(direct, concurrency=concurrency)
     if shrinks:
-        room = max(held, OVERHEAD if (limit := options.max_host_overhead) is None else limit)
-        fitting = min(options.threads or usual, room // held)
-        options = options.replace(threads=fitting, max_host_overhead=None)
+        threads = Ledger(options).readers(held, options.threads or usual)
+    else:
+        threads = readers(options, held, usual)
     made: Any = tuple(lots)
-    plan, threads = Plan((), (), made, 0), readers(options, held, usual)
+    plan = Plan((), (), made, 0)
     given = plan, [], sources, route, threads, options.deadline, advance
     notes, _ = execute.Transfer(*given, place=place).run()
     return notes
@@ -74,13 +74,13 @@ def readers(options: LoadOptions, held: int, usual: int = 1) -> int:
     The page at each end of a slot, 16 KiB a thread at most, is not counted.
     Raises UsageError if there is no room for one, or for as many as are asked for.
     """
-    count, limit = options.threads or usual, options.max_host_overhead
-    if limit is None or not held:
+    ledger, count = Ledger(options), options.threads or usual
+    if ledger.given is None:
         return count
     if options.threads is None:
-        count = max(1, min(count, limit // held))
-    if count * held > limit:
-        raise too_small("max_host_overhead", count * held, limit)
+        count = ledger.readers(held, count)
+    if count * held > ledger.given:
+        raise ledger.too_small(count * held)
     return count
 
 
@@ -102,7 +102,7 @@ def scan_ranges(
     def cached(number: int) -> bool:
         return (route[number].cached or 0) >= _CACHED  # Or unknown, as on some kernels.
 
-    whole = set(filter(cached, route)) if options.max_host_overhead is None else set[int]()
+    whole = set(filter(cached, route)) if Ledger(options).given is None else set[int]()
     rows = [
         [raw(*cut(part, SHOWN))] if part.source in whole else list(map(raw, cut(part, BLOCK)))
         for part in ranges

@@ -30,8 +30,8 @@ from mfload.index import Box, Index
 from mfload.loading.session import Loader, Shared, let_go
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.torch_backend import TorchBackend
-from mfload.options import OVERHEAD, LoadOptions, Options, started
-from mfload.planning.memory import grouped
+from mfload.options import LoadOptions, Options, started
+from mfload.planning.memory import Ledger, grouped
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed, intersection, shape_of, slabs
 from mfload.report import Report, cleared
@@ -210,7 +210,9 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         apart = {view.device for n, view in enumerate(views) if n not in memory}
         new = torch_adapter.make(apart.pop() if len(apart) == 1 else "cpu")
         if copies:
-            how = how.replace(max_host_overhead=_overhead(how) - _most(how))
+            ledger = Ledger(how)
+            left = ledger.most - ledger.share(_PARTS, _BATCH)
+            how = how.replace(max_host_overhead=left)
         # What PyTorch has set aside of a device is free for it alone.
         if new.devices and how.allocator == "auto":
             how = how.replace(allocator="framework")
@@ -233,7 +235,7 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
 
     def _steps(self, every: _Wanted, how: LoadOptions) -> list[_Wanted]:
         """Rows of tensors in batches that fit the overhead; the same on all processes."""
-        most = _most(how)
+        most = Ledger(how).share(_PARTS, _BATCH)  # Bytes that wait to be copied.
         wanted: dict[str, list[tuple[int, int, Box]]] = {}
         for rank, parts in every.items():
             for n, name, box in parts:
@@ -300,15 +302,6 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         if str(target.dtype) != f"torch.{kind}":
             return None
         return torch_memory.memory_of(target, on_device=alone and info.simple)
-
-
-def _overhead(how: LoadOptions) -> int:
-    return OVERHEAD if how.max_host_overhead is None else how.max_host_overhead
-
-
-def _most(how: LoadOptions) -> int:
-    """Bytes that wait to be copied, at most."""
-    return min(_BATCH, _overhead(how) // _PARTS)
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

@@ -26,6 +26,7 @@ from mfload.loading import execute
 from mfload.loading.session import MAX_RANK, Loader, Shared, let_go, verifying
 from mfload.options import LoadOptions, started
 from mfload.planning import extents, selection
+from mfload.planning.memory import Ledger
 from mfload.planning.reads import Reads
 from mfload.planning.request import Request, whole, whole_rows
 from mfload.planning.slicing import one_range, select
@@ -105,8 +106,8 @@ class _Reader:
         )
         # A map holds one range, reads that are waited for are better made side by side, and slots
         # count as overhead.
-        limit, costs = how.max_host_overhead, sources[0].costs if sources else Costs()
-        waits = costs.concurrency is not None or (limit is not None and limit < 2 * costs.span)
+        costs = sources[0].costs if sources else Costs()
+        waits = costs.concurrency is not None or Ledger(how).most < 2 * costs.span
         self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
         # With a timeout, what the page cache holds is read at once, since that never waits.
         self._never_waits = how.timeout is not None

@@ -27,7 +27,7 @@ from mfload.loading.execute import Advance
 from mfload.options import LoadOptions
 from mfload.planning import memory as limits
 from mfload.planning.layout import DEVICE_ALIGNMENT
-from mfload.planning.memory import Limits, Readers
+from mfload.planning.memory import Ledger, Limits, Readers
 from mfload.planning.plan import Places, Plan, make_plan
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, names, sizes
 from mfload.runtime import Crew, gc_paused, usage
@@ -352,10 +352,10 @@ class Session:
         readers.kept = self._shared is not None
 
     def _worth_a_trial(self, nbytes: Mapping[int, int]) -> bool:
-        room = self._options.max_host_overhead
+        room = Ledger(self._options).most
         legs = [(leg, nbytes[number]) for number, leg in self.route.items()]
         later = sum(nbytes[number] for number in nbytes.keys() - self.route.keys())
-        return routing.worth_a_trial(legs, later) and (room is None or room >= _ROOM)
+        return routing.worth_a_trial(legs, later) and room >= _ROOM
 
     def _begin_trial(self, nbytes: int) -> None:
         """Begins to try how the files, which are cold, are best read, or goes on with that."""
@@ -431,7 +431,7 @@ class Session:
         from mfload.cuda import cufile, gds, staging
 
         options, against = self._options, None
-        limit = options.max_device_overhead
+        limit = Ledger(options, device=True).given
         threads = options.threads or execute.reader_threads(direct=True)
         least = limits.least_past_host(threads * staging.DEPTH, cufile.slot_bytes(0))
         if self._options.check is not None:
@@ -617,12 +617,11 @@ class Session:
 
     def _keep_within(self) -> None:
         """Has slots that earlier loads left count for the limits of this one."""
-        options, count = self._options, self.threads
-        given = options.max_host_overhead, options.max_device_overhead
-        if given != (None, None):
+        both, count = [Ledger(self._options, device=there) for there in (False, True)], self.threads
+        if any(each.given is not None for each in both):
             from mfload.cuda.staging import KITS
 
-            host, device = (math.inf if most is None else most // count for most in given)
+            host, device = (math.inf if e.given is None else e.share(count) for e in both)
             KITS.keep_within(self._devices, count, (host, device))
 
     def _take(

@@ -15,7 +15,8 @@ from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.loading.session import Loader, Shared, check, let_go, wanted_bytes
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.options import LoadOptions
+from mfload.planning.memory import Ledger, grouped
 from mfload.planning.request import Request, names
 from mfload.progress import Progress, shown
 from mfload.report import Report
@@ -131,10 +132,11 @@ class Tensors:
     ) -> None:
         self._index, self._sources, self._adapter = index, sources, adapter
         self._requests, self._report = requests, report
-        limit = options.max_host_overhead
-        self.most = min(BATCH, (OVERHEAD if limit is None else limit) // _PARTS)
-        if limit is not None:
-            options = options.replace(max_host_overhead=limit - (_PARTS - 1) * self.most)
+        ledger = Ledger(options)
+        self.most = ledger.share(_PARTS, BATCH)
+        if ledger.given is not None:
+            left = ledger.given - (_PARTS - 1) * self.most
+            options = options.replace(max_host_overhead=left)
         self.options = options
         self.names, self.sizes, self.batches = names(requests), sizes, batches(sizes, self.most)
         self._live = buffers.live_bytes()
@@ -324,13 +326,15 @@ def _rows(
                     advance(tensors.sizes[n])
 
 
-def ahead(sources: Sequence[Source], requests: Sequence[Request], limit: int | None) -> list[Any]:
+def ahead(
+    sources: Sequence[Source], requests: Sequence[Request], options: LoadOptions
+) -> list[Any]:
     """The sources of lazy tensors; of those that are waited for, small tensors come together.
 
     Tensors of up to 1 MiB that follow each other are fetched in runs of at most a block, or a part
-    of `limit`, the bytes that the stream may hold.
+    of the bytes that the stream may hold.
     """
-    runs: dict[int, list[tuple[int, int]]] = {}
+    runs, share = dict[int, list[tuple[int, int]]](), Ledger(options).share(_PARTS)
     if all(source.costs.concurrency is None for source in sources):
         return list(sources)  # Files do without.
     for request in sorted(requests, key=lambda each: each.info.pieces[0][:2]):
@@ -340,8 +344,7 @@ def ahead(sources: Sequence[Source], requests: Sequence[Request], limit: int | N
                 continue
             mine, stop = runs.setdefault(source, []), offset + nbytes
             near = mine and offset < mine[-1][1] + costs.merge_gap
-            most = costs.block if limit is None else min(costs.block, limit // _PARTS)
-            if near and stop - mine[-1][0] <= most:
+            if near and stop - mine[-1][0] <= min(costs.block, share):
                 mine[-1] = mine[-1][0], max(stop, mine[-1][1])
             else:
                 mine.append((offset, stop))
@@ -386,11 +389,5 @@ def lazily(
 
 def batches(sizes: Sequence[int], most: int) -> list[range]:
     """Runs of tensors, of so many bytes each, that have at most `most` together."""
-    made: list[range] = []
-    first = held = 0
-    for n, nbytes in enumerate(sizes):
-        if n > first and held + nbytes > most:
-            made.append(range(first, n))
-            first, held = n, 0
-        held += nbytes
-    return [*made, range(first, len(sizes))] if len(sizes) else []
+    made = grouped(range(len(sizes)), most, sizes.__getitem__)
+    return [range(group[0], group[-1] + 1) for group in made]

@@ -24,7 +24,8 @@ from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
 from mfload.mesh.base import MeshArguments, MeshBackend, Requests, Share, TensorShares, Whole
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.options import LoadOptions
+from mfload.planning.memory import Ledger
 from mfload.planning.request import HOST, Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
@@ -342,7 +343,7 @@ def _exchange(
                 return None, f"{against}; {why}"
         # Results wait in host memory until they are copied to a device that is not the host.
         straight = link.device or backend.platform() == "cpu"
-        limit = math.inf if straight else options.max_host_overhead or OVERHEAD
+        limit = math.inf if straight else Ledger(options).most
         exchange = redistribute.Exchange(loader, group, link, width, limit, advance)
         return exchange.load(requests, report), why
     finally:
@@ -356,7 +357,7 @@ def held_on_devices(sources: Sequence[Source]) -> bool:
 
 def landing(mine: Sequence[Request], loader: Loader, link: Link, nbytes: int) -> Device | None:
     """The device that pieces travel from, if all results land on devices and rows fit there."""
-    devices, most = loader.adapter.devices, loader.options.max_device_overhead
+    devices, most = loader.adapter.devices, Ledger(loader.options, device=True).given
     device = next(filter(link.moves, devices), None)
     if device is None:
         return None
@@ -399,22 +400,18 @@ def exchanged(
         )
         if most <= _WORTH * (share + moved * came):
             return None, f"{own}: {why}"
-    given = options.max_host_overhead
-    limit = (OVERHEAD if given is None else given) // 2
-    transport = _transport(backend)
+    ledger, transport = Ledger(options), _transport(backend)
     widest, held = transport.width, transport.held * len(requests)
     if between(backend) and not by_host:
         widest = max(widest, _DEVICE_ROW)
-    width = min(widest, 2 * widest // len(requests), limit // held)  # The rest is for readers.
+    limit = ledger.share(2)  # The rest is for readers.
+    width = min(widest, 2 * widest // len(requests), limit // held)
     width = max(_NARROWEST, 1 << max(0, width.bit_length() - 1))
     if held * width > limit:
         if not asked:
             return None, f"{own}: {base.SMALL}"
         enough = max(session.least_overhead(options), 2 * held * _NARROWEST)
-        given = options.max_host_overhead
-        expected = f"{errors.amount(enough, given)} or more, or exchange='never'"
-        found = None if given is None else errors.amount(given, given)
-        raise errors.MemoryLimitError(base.SMALL, expected=expected, found=found)
+        raise ledger.error(enough, base.SMALL, expected="{} or more, or exchange='never'")
     infos = {i.name: i for some in requests.values() for i, *_ in some if not i.simple}
     if count := sum(map(base.backwards, infos.values())):
         what = errors.counted(count, "tensor")

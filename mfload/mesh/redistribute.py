@@ -23,8 +23,8 @@ from mfload.mesh.agree import ProcessGroup
 from mfload.mesh.base import Requests
 from mfload.mesh.link import Link, Pieces
 from mfload.mesh.schedule import HEADER, ROW, Parcel, Schedule, batches, make_schedule
-from mfload.options import OVERHEAD
 from mfload.planning.layout import BufferSpec
+from mfload.planning.memory import Ledger
 from mfload.planning.plan import Place, Plan, make_plan
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed
@@ -136,8 +136,7 @@ class Exchange(NamedTuple):
         Half of the overhead is for what travels.
         """
         threads, unfinished = session.threads, None
-        overhead = self.loader.options.max_host_overhead or OVERHEAD
-        pages = overhead // 2 // threads // buffers.PAGE - 2
+        pages = Ledger(self.loader.options).slot(2 * threads) // buffers.PAGE - 2
         if self.link.device is not None:
             # Of each slot a part is for what the host converts, and there are several a thread.
             pages = pages // (DEPTH * (1 + growth)) - 3

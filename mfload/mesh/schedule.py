@@ -26,6 +26,7 @@ from mfload.index import Box
 from mfload.mesh import base
 from mfload.mesh.base import Requests, Target
 from mfload.planning import slicing
+from mfload.planning.memory import grouped
 from mfload.planning.slicing import first_element, intersection, shape_of
 from mfload.runtime import gc_paused
 
@@ -541,18 +542,19 @@ def batches(requests: Requests, limit: float) -> list[dict[int, list[int]]]:
     """
     if limit == math.inf:
         return [{rank: [*range(len(every))] for rank, every in requests.items()}]
-    made: list[dict[int, list[int]]] = [{rank: [] for rank in requests}]
-    used = Counter[int]()
-    for tensor in base.targets(requests):
-        more = Counter[int]()
+
+    def held(tensor: base.Wanted) -> Counter[int]:
+        nbytes = Counter[int]()
         for part in tensor.parts:
-            more[part.rank] += part.request.nbytes * len(part.numbers)
-        if any(used[rank] and used[rank] + nbytes > limit for rank, nbytes in more.items()):
-            made.append({rank: [] for rank in requests})
-            used.clear()
-        used.update(more)
-        for part in tensor.parts:
-            made[-1][part.rank] += [tensor.numbers[n] for n in part.numbers]
+            nbytes[part.rank] += part.request.nbytes * len(part.numbers)
+        return nbytes
+
+    made: list[dict[int, list[int]]] = []
+    for group in [*grouped(base.targets(requests), limit, held)] or [[]]:
+        made.append({rank: [] for rank in requests})
+        for tensor in group:
+            for part in tensor.parts:
+                made[-1][part.rank] += [tensor.numbers[n] for n in part.numbers]
     for rank, every in requests.items():
         made[-1][rank] += [n for n, request in enumerate(every) if not request.nbytes]
     return made

@@ -1,7 +1,8 @@
-"""Memory: what a load may hold beside its result, and what is loaded together. Pure.
+"""Memory: what a call may hold beside its result, and what is loaded together. Pure.
 
-The limits of the user, the route and the number of readers give the size of a read, and the
-batches in which tensors that a framework copies are loaded.
+`Ledger` counts temporary bytes, and is the one place where an overhead is divided. The limits of
+the user, the route and the number of readers give the size of a read (`Limits`), and the batches
+in which tensors that a framework copies are loaded.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, is_not
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from mfload import errors
 from mfload.options import OVERHEAD, LoadOptions
@@ -42,6 +43,72 @@ _LEAST_SLOT = 4 << 20
 # Slots in which a reader may hold what it fetches, and what it puts together, to decode a block.
 _DECODING = 2
 _COPIED, _DEVICE = map(attrgetter, ("copied", "device"))
+_OR_MORE = "{} or more"
+_READERS = 4
+"""One in so many bytes is for readers where what they read waits to be put in order."""
+
+
+class Ledger:
+    """The temporary bytes of a call: those of host memory, or with `device` those of each device.
+
+    Attributes:
+        name: The option that limits them.
+        given: That limit; None if the caller sets none.
+        most: The bytes that may be held: the limit, or the default.
+    """
+
+    def __init__(self, options: LoadOptions, *, device: bool = False) -> None:
+        self.name = "max_device_overhead" if device else "max_host_overhead"
+        self.given: int | None = getattr(options, self.name)
+        self.most = OVERHEAD if self.given is None else self.given
+
+    def share(self, parts: int, most: int | None = None) -> int:
+        """Bytes of one of so many equal parts, at most `most`."""
+        return self.most // parts if most is None else min(most, self.most // parts)
+
+    def slot(self, count: int, beside: int = 0) -> int:
+        """Bytes of each of so many slots of whole pages, less those that are held beside it."""
+        return self.most // count // _PAGE * _PAGE - beside
+
+    def readers(self, held: int, most: int) -> int:
+        """The number of readers, `most` at most, that may hold so many bytes each; 1 at least."""
+        return max(1, min(most, self.most // held)) if held else most
+
+    def split(self, floor: int = 0) -> tuple[int, int]:
+        """Bytes for readers, at least `floor`, and for what waits until it is put in order."""
+        slots = max(self.most // _READERS, floor)
+        return slots, self.most - slots
+
+    @staticmethod
+    def least(waits: int, floor: int = 0) -> int:
+        """The least limit that leaves so many bytes for what waits (see `split`)."""
+        return max(floor + waits, (waits - 1) * _READERS // (_READERS - 1) + 1)
+
+    @staticmethod
+    def least_for(slots: int) -> int:
+        """The least limit that leaves readers so many bytes (see `split`)."""
+        return slots * _READERS
+
+    def check(
+        self, least: int, what: str, tensor: str | None = None, expected: str = _OR_MORE
+    ) -> None:
+        """Raises MemoryLimitError if a limit is given that is less than what must be held."""
+        if self.given is not None and least > self.given:
+            raise self.error(least, what, tensor, expected)
+
+    def error(
+        self, least: int, what: str, tensor: str | None = None, expected: str = _OR_MORE
+    ) -> errors.MemoryLimitError:
+        """The error of a limit that is less than what must be held."""
+        found = None if self.given is None else errors.amount(self.given, self.given)
+        expected = expected.format(errors.amount(least, self.given))
+        return errors.MemoryLimitError(what, tensor=tensor, expected=expected, found=found)
+
+    def too_small(self, least: int) -> errors.UsageError:
+        """The error of a limit that has no room for the slots of all readers."""
+        expected = f"{errors.amount(least, self.most)} or more, or fewer threads"
+        what, found = f"{self.name} is too small for one slot for each reader", self.most
+        return errors.UsageError(what, expected=expected, found=errors.amount(found, found))
 
 
 class Readers:
@@ -85,13 +152,14 @@ class Limits:
         readers: Readers,
     ) -> None:
         self._readers = readers
-        self._limit = options.max_host_overhead
+        self._ledger = ledger = Ledger(options)
         self.batches: list[Sequence[int]] = [range(len(requests))]
         if True in map(_COPIED, allocations):
             self.batches = [*batches(requests, allocations, options)]
         self.growth = self.least_on_device = 0
         self.slot: int | None = None
-        threads, limit, nbytes = readers.threads, self._limit, 0
+        # Page-locking memory takes long: the default bounds it as well.
+        threads, limited, nbytes = readers.threads, ledger.given is not None, 0
         count, block = threads, _COLD_BLOCK if readers.cold else readers.costs.block
         there: Sequence[Request] = []
         if allocations and isinstance(requests, WholeTensors):  # They are allocated alike.
@@ -101,9 +169,7 @@ class Limits:
             there = [*itertools.compress(requests, lands)]
         if there:
             self.growth = 0 if there is requests else max(map(_growth, there))
-            # Page-locking memory takes long: its default is bounded as well.
-            limit = OVERHEAD if limit is None else limit
-            count = threads * readers.depth
+            count, limited = threads * readers.depth, True
             nbytes = sum(sizes(there))
             share = nbytes // _PINNED // count // _PAGE * _PAGE
             block = min(readers.slot, _COLD_SLOT) if readers.cold else readers.slot
@@ -119,29 +185,28 @@ class Limits:
             share = readers.nbytes // (threads * _SHARES) // _PAGE * _PAGE
             block = min(block, max(_LEAST_SHARE, share))
             self.costs = self.costs._replace(block=block)
-        if limit is not None:
-            most = limit // count // (1 + self.growth) // _PAGE * _PAGE - _ROUNDED
+        if limited:
+            most = ledger.slot(count * (1 + self.growth), _ROUNDED)
             # Of mapped files mostly nothing is read: see `slots`.
             if most < _LEAST_BLOCK and not readers.mapped:
-                raise too_small("max_host_overhead", self.least, limit)
+                raise ledger.too_small(self.least)
             block = min(block, max(_LEAST_BLOCK, most))
             # The pages of a map belong to the page cache, but count as resident in this process.
             self.costs = self.costs._replace(block=block, span=min(self.costs.span, max(0, most)))
         if there and readers.gds is not None:
-            self._keep_within_device(readers.gds, options.max_device_overhead)
+            self._keep_within_device(readers.gds, Ledger(options, device=True))
         if there and readers.kept and self.costs.concurrency is None:
             # Slots are as large as they may be; a read of one tensor is shared out all the same.
             self.slot, share = self.costs.block, nbytes // threads // _PAGE * _PAGE
             self.costs = self.costs._replace(block=min(self.slot, max(_LEAST_SHARE, share)))
 
-    def _keep_within_device(self, gds: int, limit: int | None) -> None:
+    def _keep_within_device(self, gds: int, ledger: Ledger) -> None:
         """Makes reads small enough for the limit on devices."""
-        limit = OVERHEAD if limit is None else limit
         count = self._readers.threads * self._readers.depth
         self.least_on_device = least_past_host(count, gds)
-        block = limit // count // _PAGE * _PAGE - gds
+        block = ledger.slot(count, gds)
         if block < _LEAST_BLOCK:
-            raise too_small("max_device_overhead", self.least_on_device, limit)
+            raise ledger.too_small(self.least_on_device)
         staged, block = min(self.costs.staged, block), min(self.costs.block, block)
         self.costs = self.costs._replace(block=block, staged=staged)
 
@@ -154,8 +219,8 @@ class Limits:
         """
         if not read_bytes:
             return decoding * self._readers.threads
-        if self._limit is not None and self._limit < self.least:
-            raise too_small("max_host_overhead", self.least, self._limit)
+        if self._ledger.given is not None and self._ledger.given < self.least:
+            raise self._ledger.too_small(self.least)
         if self._readers.direct:
             slot = max(self.costs.block, staged) + _ROUNDED
         else:
@@ -166,7 +231,7 @@ class Limits:
 
 def batches(
     requests: Sequence[Request], allocations: Sequence[Allocation], options: LoadOptions
-) -> list[list[int]]:
+) -> Iterator[list[int]]:
     """Groups of requests; in none does what the framework copies exceed a limit.
 
     The parts of a tensor stay together if they fit. Raises MemoryLimitError if a tensor does not.
@@ -181,44 +246,57 @@ def batches(
         if device not in largest or nbytes > largest[device].nbytes:
             largest[device] = requests[n]
     limits = {device: _limit(device, request, options) for device, request in largest.items()}
-    made: list[list[int]] = [[]]
-    held: Counter[int | None] = Counter()
 
-    def exceeds(numbers: Iterable[int]) -> bool:
-        more: Counter[int | None] = Counter()
-        for device, nbytes in (waiting[n] for n in numbers if n in waiting):
-            more[device] += nbytes
-        return any(held[device] and held[device] + n > limits[device] for device, n in more.items())
-
-    for _, run in itertools.groupby(range(len(requests)), key=lambda n: requests[n].info.name):
-        numbers = list(run)
-        # A tensor whose parts come in several batches is read several times.
-        if exceeds(numbers):
-            made.append([])
-            held.clear()
+    def held(numbers: Iterable[int]) -> dict[int | None, int]:
+        made: dict[int | None, int] = {}
         for n in numbers:
-            if exceeds([n]):
-                made.append([])
-                held.clear()
-            made[-1].append(n)
             if n in waiting:
-                held[waiting[n][0]] += waiting[n][1]
-    return made
+                device, nbytes = waiting[n]
+                made[device] = made.get(device, 0) + nbytes
+        return made
+
+    runs = itertools.groupby(range(len(requests)), key=lambda n: requests[n].info.name)
+    # A tensor whose parts come in several batches is read several times.
+    units = (unit for _, run in runs for unit in grouped(run, limits, lambda n: held((n,))))
+    return map(list, map(itertools.chain.from_iterable, grouped(units, limits, held)))
 
 
-def grouped(items: Iterable[T], limit: int, nbytes: Callable[[T], int]) -> Iterator[list[T]]:
-    """Groups of up to `limit` bytes, in order; a larger item is a group of its own."""
+def grouped(
+    items: Iterable[T],
+    limit: float | dict[Any, int],
+    nbytes: Callable[[T], int] | Callable[[T], dict[Any, int]],
+) -> Iterator[list[T]]:
+    """Groups of up to `limit` bytes, in order; a larger item exceeds it alone.
+
+    Where bytes are held in several places, `nbytes` counts those in each: no place holds more than
+    the limit, which may be one for each.
+    """
     group: list[T] = []
-    held = 0
+    held: Any = 0
     for item in items:
-        size = nbytes(item)
-        if group and held + size > limit:
+        more: Any = nbytes(item)
+        apart = isinstance(more, dict)
+        if group and (_exceeds(held, more, limit) if apart else held + more > limit):
             yield group
-            group, held = [], 0
+            group = []
+        if not apart:
+            held = held + more if group else more
+        elif group:
+            held |= {place: held.get(place, 0) + n for place, n in more.items()}
+        else:
+            held = {**more}
         group.append(item)
-        held += size
     if group:
         yield group
+
+
+def _exceeds(held: dict[Any, int], more: dict[Any, int], limit: Any) -> bool:
+    """Whether what is held in a place, and what would be added there, exceed the limit."""
+    for place, nbytes in more.items():
+        most = limit[place] if isinstance(limit, dict) else limit
+        if (before := held.get(place)) and before + nbytes > most:
+            return True
+    return False
 
 
 def split_tensors(requests: Sequence[Request], batches: Sequence[Sequence[int]]) -> int:
@@ -237,26 +315,12 @@ def least_past_host(count: int, gds: int) -> int:
     return count * (_LEAST_BLOCK + _PAGE + gds)
 
 
-def too_small(name: str, least: int, limit: int) -> errors.UsageError:
-    """The error of an overhead that has no room for the slots of all readers."""
-    expected = f"{errors.amount(least, limit)} or more, or fewer threads"
-    what, found = f"{name} is too small for one slot for each reader", errors.amount(limit, limit)
-    return errors.UsageError(what, expected=expected, found=found)
-
-
 def _limit(device: int | None, largest: Request, options: LoadOptions) -> int:
-    name = "max_host_overhead" if device is None else "max_device_overhead"
-    limit: int | None = getattr(options, name)
-    if limit is None:
-        return max(OVERHEAD, largest.nbytes)
-    if largest.nbytes > limit:
-        raise errors.MemoryLimitError(
-            "the framework must copy the tensor, which is larger than the overhead",
-            tensor=largest.info.name,
-            expected=f"{name} of {errors.amount(largest.nbytes, limit)} or more",
-            found=errors.amount(limit, limit),
-        )
-    return limit
+    ledger = Ledger(options, device=device is not None)
+    what = "the framework must copy the tensor, which is larger than the overhead"
+    expected = f"{ledger.name} of {{}} or more"
+    ledger.check(largest.nbytes, what, largest.info.name, expected)
+    return max(ledger.most, largest.nbytes)
 
 
 def _growth(request: Request) -> int:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from mfload import errors
 from mfload.cuda import memory
 from mfload.frameworks import jax_adapter
 from mfload.frameworks.base import Adapter
@@ -30,9 +29,9 @@ from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import Share, TensorShares, Whole
 from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives, moved
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning import request
-from mfload.planning.memory import grouped
+from mfload.planning.memory import Ledger, grouped
 from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.report import Report
@@ -143,36 +142,33 @@ class Assembly:
         self._direct = self._wanted(direct)
         adapter = backend.adapter()
         # What a transform is to run on waits where it runs.
-        overhead = "max_device_overhead" if adapter.devices else "max_host_overhead"
-        given: int | None = getattr(options, overhead)
-        limit = OVERHEAD
-        if given is not None:
-            waiting = self._wanted(batches.sources(part for _, some in made for part in some)).mine
-            least = _least_for_readers(waiting, index, sources, adapter, options)
+        ledger = Ledger(options, device=bool(adapter.devices))
+        if ledger.given is not None:
+            wanted = self._wanted(batches.sources(part for _, some in made for part in some)).mine
+            least = _least_for_readers(wanted, index, sources, adapter, options)
             if adapter.on_host:
-                waiting = self._wanted(self._sources_of(small)).mine
+                wanted = self._wanted(self._sources_of(small)).mine
                 host = NumpyAdapter()
-                least = max(least, _least_for_readers(waiting, index, sources, host, options))
-            limit = max(given, least)
-        slots = limit // batches.SLOTS
-        compiled = list(batches.batches(made, limit - slots))
-        if given is not None:
-            items = itertools.chain.from_iterable(compiled)
-            self._check_overhead(overhead, given, limit, items, on_host=adapter.on_host)
+                least = max(least, _least_for_readers(wanted, index, sources, host, options))
+            ledger.most = max(ledger.most, least)  # With so much, it shows what leaves take.
+        slots, waiting = ledger.split()
+        compiled = list(batches.batches(made, waiting))
+        items = itertools.chain.from_iterable(compiled)
+        self._check_overhead(ledger, items, on_host=adapter.on_host)
         self._loader = Loader(index, sources, adapter, options)
         options = options.replace(allocator="mfload")
         on_host = options.replace(max_host_overhead=slots, max_device_overhead=None)
         for_numpy = Loader(index, sources, NumpyAdapter(), on_host)
         if adapter.devices or adapter.on_host:
             # Elsewhere what waits is copied to its device, and slots are gone by then.
-            options = options.replace(**{overhead: slots})
+            options = options.replace(**{ledger.name: slots})
         waits = Loader(index, sources, adapter, options)
         # What is fetched, by what, and what makes leaves of it.
         self._steps: list[tuple[_Wanted, Loader, Callable[[_Wanted, list[Any]], None]]] = []
         for batch in compiled:
             wanted = self._wanted(batches.sources(part for item in batch for part in item.parts))
             self._steps.append((wanted, waits, functools.partial(self._transform, batch)))
-        for batch in grouped(small, limit - slots, lambda each: each[1].nbytes):
+        for batch in grouped(small, waiting, lambda each: each[1].nbytes):
             wanted = self._wanted(self._sources_of(batch))
             self._steps.append((wanted, for_numpy, functools.partial(self._arrange, dict(batch))))
 
@@ -207,16 +203,15 @@ class Assembly:
     def _small_kind(self, goal: Goal) -> small_leaves.Kind | None:
         """How NumPy makes a leaf; None if it is too large, or not moved alone."""
         recipe, sharding, *_ = goal
-        given = self._options.max_host_overhead
+        ledger = Ledger(self._options)
         if recipe.transform.scale is not None or not self._backend.in_default_memory(sharding):
             return None
         # What waits for NumPy counts against the limit that others wait within on CPUs alone.
-        elsewhere = given is not None and self._backend.platform() != "cpu"
+        elsewhere = ledger.given is not None and self._backend.platform() != "cpu"
         if elsewhere or (recipe.dtype.size_of(goal.shape) or 0) > small_leaves.MOST:
             return None
         made = small_leaves.kind(recipe, sharding, self._backend)
-        most = OVERHEAD if given is None else given
-        return made if made.nbytes <= most - most // batches.SLOTS else None
+        return made if made.nbytes <= ledger.split()[1] else None
 
     def _compiled_parts(self, goal: Goal) -> list[LeafPart]:
         """The parts of a leaf that compiled functions make."""
@@ -248,25 +243,22 @@ class Assembly:
             owners += [owner] * counts[key]
         return _Wanted(requests, requests.setdefault(rank, []), owners)
 
-    def _check_overhead(
-        self, name: str, given: int, limit: int, items: Iterable[BatchItem], *, on_host: bool
-    ) -> None:
+    def _check_overhead(self, ledger: Ledger, items: Iterable[BatchItem], *, on_host: bool) -> None:
         """Refuses an overhead in which the transforms can't be done; names the least that does."""
-        small = f"{name} is too small for readers beside transforms; or ask for fewer threads"
-        wanted: list[tuple[int, str, str | None]] = [(limit, small, None)]
+        if ledger.given is None:
+            return
+        small = "is too small for readers beside transforms; or ask for fewer threads"
+        wanted: list[tuple[int, str, str | None]] = [(ledger.most, f"{ledger.name} {small}", None)]
         for item in items:
             recipe, sharding = self._goals[item.owner].recipe, self._goals[item.owner].sharding
-            waits = batches.least_overhead(batches.most(item.parts))
+            waits = ledger.least(batches.most(item.parts))
             wanted.append((waits, "what the tensor is made of exceeds the overhead", recipe.name))
             if on_host and not self._backend.in_default_memory(sharding):
                 # A shard takes host memory twice while it is moved.
                 shape = sharding.shard_shape(recipe.transform.shape)
                 moved = recipe.dtype.size_of(shape) or 0
                 wanted.append((moved, "a shard that is moved exceeds the overhead", recipe.name))
-        least, message, tensor = max(wanted, key=lambda each: each[0])
-        if least > given:
-            expected, found = f"{errors.amount(least, given)} or more", errors.amount(given, given)
-            raise errors.MemoryLimitError(message, tensor=tensor, expected=expected, found=found)
+        ledger.check(*max(wanted, key=lambda each: each[0]))
 
     @property
     def stored_bytes(self) -> int:
@@ -457,5 +449,5 @@ def _least_for_readers(
     free = options.replace(allocator="mfload", max_host_overhead=None, max_device_overhead=None)
     found = Session(Loader(index, sources, adapter, free), requests).limits
     if adapter.devices:
-        return found.least_on_device * batches.SLOTS
-    return found.least * (batches.SLOTS if adapter.on_host else 1)
+        return Ledger.least_for(found.least_on_device)
+    return Ledger.least_for(found.least) if adapter.on_host else found.least

@@ -12,14 +12,12 @@ from typing import NamedTuple
 
 from mfload.index import Box, TensorInfo
 from mfload.mesh.base import Share, TensorShares
+from mfload.planning.memory import grouped
 from mfload.planning.slicing import shape_of
 from mfload.trees.recipe import Recipe
 from mfload.trees.transforms import Transform
 
 _STRETCHES = 1 << 14  # Of a leaf; each is a call of a compiled function.
-# One in so many bytes of the overhead is for the readers' slots while leaves are made; the rest is
-# for what waits for that.
-SLOTS = 4
 
 
 class LeafPart(NamedTuple):
@@ -78,28 +76,13 @@ def batches(
 
     A part that can't be cut finely enough makes a batch of its own, beyond the limit.
     """
-    batch: list[BatchItem] = []
-    held: Counter[int] = Counter()
-    for item in (item for owner, whole in leaves for item in _items(owner, whole, limit)):
-        more = _cost(item.parts)
-        together = held + more
-        if batch and max(together.values(), default=0) > limit:
-            yield batch
-            batch, together = [], more
-        batch.append(item)
-        held = together
-    if batch:
-        yield batch
+    items = (item for owner, whole in leaves for item in _items(owner, whole, limit))
+    return grouped(items, limit, lambda item: _cost(item.parts))
 
 
 def most(parts: Iterable[LeafPart]) -> int:
     """The most bytes that parts make wait on any process."""
     return max(_cost(parts).values(), default=0)
-
-
-def least_overhead(waits: int) -> int:
-    """The least overhead that leaves so many bytes for what waits."""
-    return (waits - 1) * SLOTS // (SLOTS - 1) + 1
 
 
 def _cost(parts: Iterable[LeafPart]) -> Counter[int]:

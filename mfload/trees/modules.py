@@ -35,9 +35,9 @@ from mfload.loading.execute import Advance
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import MeshArguments, MeshBackend, Share, TensorShares, Whole
-from mfload.options import OVERHEAD, LoadOptions, Options, started
+from mfload.options import LoadOptions, Options, started
 from mfload.planning.extents import c_strides
-from mfload.planning.memory import grouped
+from mfload.planning.memory import Ledger, grouped
 from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.progress import shown
@@ -52,6 +52,7 @@ from mfload.trees.recipe import OPEN, Leaf, MisfitError, Recipe, brief
 # `batches` counts what has landed twice; NumPy may hold two more copies of a part.
 _COPIES = 2
 _TOGETHER = 16 << 20  # Bytes of new arrays that replace others at once, or the largest one.
+_REPLACED = 4  # The part of the overhead that new arrays may take which replace others at once.
 _SOON = 64 << 20  # Bytes of a load that is over soon.
 _PIECE = 32 << 10  # Characters that a process says at once: a row of a link has room for them.
 
@@ -567,15 +568,9 @@ class _Filling:
         return beside[number]
 
     def _check_beside(self) -> None:
-        limit = self._loader.options.max_host_overhead
-        nbytes = sum(each.nbytes for each in (self._beside or {}).values())
-        if limit is not None and nbytes > limit:
-            raise errors.MemoryLimitError(
-                "max_host_overhead is too small for the second copy that atomic=True makes",
-                expected=f"{errors.amount(nbytes, limit)} or more",
-                found=errors.amount(limit, limit),
-            )
-        self._copy_bytes = nbytes
+        self._copy_bytes = sum(each.nbytes for each in (self._beside or {}).values())
+        what = "max_host_overhead is too small for the second copy that atomic=True makes"
+        Ledger(self._loader.options).check(self._copy_bytes, what)
 
     def install(self) -> None:
         """Gives the module what has arrived; if `atomic`, all of it though Ctrl-C interrupts."""
@@ -596,9 +591,8 @@ class _Filling:
 
     def _replacing(self, leaves: Sequence[tuple[int, TensorShares]], loader: Loader) -> list[_Step]:
         """The steps of what is replaced: the new arrays of a batch lie beside the old ones."""
-        given = loader.options.max_host_overhead
         # The readers may need the rest. Keras's own loader holds the largest weight twice as well.
-        limit = (OVERHEAD if given is None else given) // batches.SLOTS
+        limit = Ledger(loader.options).share(_REPLACED)
         limit = min(limit, max([_TOGETHER, *(nbytes for nbytes, _ in leaves)]))
         together = grouped(leaves, limit, lambda each: each[0])
         every = [self._requests(wanted for _, wanted in group) for group in together]
@@ -619,22 +613,14 @@ class _Filling:
         self, leaves: Sequence[tuple[int, list[LeafPart]]], options: LoadOptions
     ) -> list[_Step]:
         """The steps of what is not stored as it is wanted; refuses limits that are too small."""
-        given = options.max_host_overhead
-        limit = OVERHEAD if given is None else given
-        floor = session.least_overhead(options)
-        slots, gathered = max(limit // batches.SLOTS, floor), 0
+        ledger, floor = Ledger(options), session.least_overhead(options)
+        (slots, waiting), gathered = ledger.split(floor), 0
 
         def check(waits: int, recipe: Recipe) -> None:
-            least = max(floor + waits, batches.least_overhead(waits))
-            if given is not None and least > limit:
-                raise errors.MemoryLimitError(
-                    "max_host_overhead is too small for what the tensor is made of",
-                    tensor=recipe.name,
-                    expected=f"{errors.amount(least, given)} or more",
-                    found=errors.amount(given, given),
-                )
+            what = "max_host_overhead is too small for what the tensor is made of"
+            ledger.check(ledger.least(waits, floor), what, recipe.name)
 
-        if given is not None and self._module.replaces and leaves:
+        if ledger.given is not None and self._module.replaces and leaves:
             # What is assigned in one is put together before, of parts that should not be tiny.
             recipes = (some[0].recipe for _, some in leaves)
             gathered, recipe = max(((_nbytes(r), r) for r in recipes), key=lambda each: each[0])
@@ -642,7 +628,7 @@ class _Filling:
         on_host = options.replace(allocator="mfload", max_host_overhead=slots)
         loader = Loader(self._loader.index, self._loader.sources, NumpyAdapter(), on_host)
         steps: list[_Step] = []
-        for batch in batches.batches(leaves, (limit - slots - gathered) // _COPIES):
+        for batch in batches.batches(leaves, (waiting - gathered) // _COPIES):
             for item in batch:
                 check(_COPIES * batches.most(item.parts) + gathered, item.parts[0].recipe)
             parts = [part for item in batch for part in item.parts]
@@ -663,7 +649,7 @@ class _Filling:
         if not own:
             return []
         given = self._loader.index, self._loader.sources, self._module.own_adapter(), options
-        loader, limit = Loader(*given), options.max_host_overhead
+        loader, ledger = Loader(*given), Ledger(options)
         parts = {prefix: list[int]() for prefix in own}
         for number in taken:
             name = self._module.leaves[number].name
@@ -671,13 +657,8 @@ class _Filling:
         units: list[tuple[int, tuple[str, list[int]]]] = []
         for prefix, numbers in parts.items():
             nbytes = sum(_nbytes(recipes[n]) for n in numbers)
-            if limit is not None and nbytes > limit:
-                raise errors.MemoryLimitError(
-                    "max_host_overhead is too small for what a module's load hooks take at once",
-                    tensor=recipes[numbers[0]].name,
-                    expected=f"{errors.amount(nbytes, limit)} or more",
-                    found=errors.amount(limit, limit),
-                )
+            what = "max_host_overhead is too small for what a module's load hooks take at once"
+            ledger.check(nbytes, what, recipes[numbers[0]].name)
             units.append((nbytes, (prefix, numbers)))
         steps: list[_Step] = []
         for group in grouped(units, _TOGETHER, lambda unit: unit[0]):

@@ -6,20 +6,20 @@ Each process of a load reads its own, since nothing of them is sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
-from mfload import errors
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Index
 from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.options import OVERHEAD, LoadOptions
+from mfload.options import LoadOptions
 from mfload.planning.extents import c_strides
-from mfload.planning.memory import grouped
+from mfload.planning.memory import Ledger, grouped
 from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import boxed
 from mfload.report import Report
@@ -54,22 +54,14 @@ class NumpyLeaves:
             elif not self._landing.add(number, recipe, _whole(shape), c_strides(shape, 1)):
                 (part,) = batches.parts(recipe, [base.Share(0, 0, _whole(shape))])
                 self._arranged.append((number, part))
-        given = options.max_host_overhead
-        limit = OVERHEAD if given is None else given
-        waits, slots = max((part.nbytes for _, part in self._arranged), default=0), limit
+        ledger = Ledger(options)
+        slots, self._limit = ledger.split() if self._arranged else (ledger.most, 0)
         if self._arranged:
-            slots = limit // batches.SLOTS  # The rest is for what waits to be arranged.
-        if given is not None and waits > limit - slots:
-            most = max(self._arranged, key=lambda each: each[1].nbytes)[1]
-            raise errors.MemoryLimitError(
-                "what the tensor is made of exceeds the overhead",
-                tensor=most.recipe.name,
-                expected=f"{errors.amount(batches.least_overhead(waits), given)} or more",
-                found=errors.amount(given, given),
-            )
-        self._limit = limit - slots
+            most = max((part for _, part in self._arranged), key=attrgetter("nbytes"))
+            what = "what the tensor is made of exceeds the overhead"
+            ledger.check(ledger.least(most.nbytes), what, most.recipe.name)
         options = options.replace(allocator="mfload", max_device_overhead=None)
-        if given is not None:
+        if ledger.given is not None:
             options = options.replace(max_host_overhead=slots)
         adapter = NumpyAdapter()
         if self._landing.requests:

@@ -17,6 +17,7 @@ from mfload import errors
 from mfload.checking import beside, copying
 from mfload.checking.copying import Copier
 from mfload.formats import discovery
+from mfload.planning import memory
 from mfload.saving.publishing import SaveTarget
 
 MODEL = samples.model()
@@ -223,7 +224,7 @@ class TestDtypes:
     def test_as_a_load_converts(
         self, dtype: Any, to: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(copying, "OVERHEAD", 240_000)
+        monkeypatch.setattr(memory, "OVERHEAD", 240_000)
         rules = dtype
         if isinstance(dtype, list):
             floats = [n for n, array in MODEL.items() if array.dtype.kind in "fV"]

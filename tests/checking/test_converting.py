@@ -24,7 +24,7 @@ import safetensors.numpy
 import mfload
 from mfload import errors
 from mfload.checking import copying, rewriting, sealing
-from mfload.planning import lots
+from mfload.planning import lots, memory
 from mfload.saving import journal
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
@@ -108,7 +108,7 @@ def test_slabs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every size of slab cuts the same tensors, also inside of the later dims."""
     path = _source(tmp_path, "deflated")
     for nbytes in (1, 50, 999, 4321, 70_000):
-        monkeypatch.setattr(copying, "OVERHEAD", nbytes)
+        monkeypatch.setattr(memory, "OVERHEAD", nbytes)
         boxes = [
             list(lots.ranges([info], nbytes, nbytes))
             for info in mfload.open(path)._index.tensors.values()  # pyright: ignore
@@ -210,12 +210,12 @@ def test_goes_on_with_slabs_of_another_size(
     """As with another `max_host_overhead`, after a conversion that took too much memory."""
     source, target = _source(tmp_path / "in", "stored"), tmp_path / "out.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "OVERHEAD", 8 * first)
+        patch.setattr(memory, "OVERHEAD", 8 * first)
         made = _stopping(patch, 6, _Stop())
         with pytest.raises(KeyboardInterrupt):
             mfload.convert(source, target)
     with monkeypatch.context() as patch:
-        patch.setattr(copying, "OVERHEAD", 8 * second)
+        patch.setattr(memory, "OVERHEAD", 8 * second)
         again = _stopping(patch, 10**6, _Stop())
         done = mfload.convert(source, target)
     assert not set(made) & set(again)

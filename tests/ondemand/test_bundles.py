@@ -20,6 +20,7 @@ from mfload import errors
 from mfload.checking import copying
 from mfload.io import buffers
 from mfload.ondemand import bundle, bundles, unbundle
+from mfload.planning import memory
 
 RULES: dict[str, Any] = {
     "up": r"layers\.(\d+)\.fc1\.weight",
@@ -104,7 +105,7 @@ def test_there_and_back(
     write(source, arrays, metadata)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "BLOCK", block)
-        patch.setattr(copying, "OVERHEAD", 56 * block)
+        patch.setattr(memory, "OVERHEAD", 56 * block)
         there = where / "there" / "a.safetensors"
         done = bundle(source, there, **(RULES if gate else PLAIN), max_shard_size=limit)
         back = unbundle(done.files[-1], where / "back.safetensors")
@@ -336,7 +337,7 @@ def test_two_bundles_of_one_layer(tmp_path: Path) -> None:
 def test_it_goes_on_after_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was written before it is not written again, and no file has its name until the end."""
     monkeypatch.setattr(copying, "BLOCK", 64 << 10)
-    monkeypatch.setattr(copying, "OVERHEAD", 2 << 20)
+    monkeypatch.setattr(memory, "OVERHEAD", 2 << 20)
     arrays = weights(512, 256, np.float32, (0, 1))
     mfload.save(arrays, tmp_path / "a.safetensors")
 
