@@ -88,11 +88,12 @@ class ShardBackend(base.Backend):
             )
         # What `shard` is to be: if it is not, `resolve` tells all processes.
         self._group = base.backend(self._framework)
-        self.rank, self._size = self._group.group()
+        super().__init__()
+        _, self._size = self.group()
 
     def group(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The rank of this process, and how many there are."""
-        return self.rank, self._size
+        return self._group.group()
 
     def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         """All that exchange."""
