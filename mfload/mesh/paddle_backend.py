@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import paddle
@@ -25,6 +25,7 @@ from mfload.mesh import specs
 from mfload.mesh.base import Backend, MeshArguments, MeshBackend, Share, Transport, Whole
 from mfload.mesh.device_link import DeviceLink
 from mfload.mesh.link import Pieces
+from mfload.mesh.specs import Placed
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 
@@ -32,16 +33,6 @@ Shape = tuple[int, ...]
 _FORMS = paddle_adapter.PaddleAdapter.forms
 _MESH = "paddle.distributed.ProcessMesh"
 _PLACEMENTS = specs.Placements("Paddle", _MESH, dist.ProcessMesh, dist.Placement)
-
-
-class Sharding(NamedTuple):
-    """A mesh, and a placement for each of its dims; those of one tensor dim have an order."""
-
-    mesh: dist.ProcessMesh
-    placements: tuple[Any, ...]
-
-    def __str__(self) -> str:  # Processes compare it, and Paddle's repr has an address.
-        return f"{self.mesh} {list(self.placements)}"
 
 
 class PaddleBackend(Backend):
@@ -61,14 +52,14 @@ class PaddleBackend(Backend):
             return tuple(sorted(asked.mesh.process_ids))
         return tuple(range(dist.get_world_size())) if dist.is_initialized() else (self.rank,)
 
-    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Sharding]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Placed]:
         """A sharding for each whole tensor."""
         if isinstance(asked.mesh, dist.ProcessMesh) and private_api.paddle_sharder() is None:
             message = "this version of Paddle makes no distributed tensors of parts"
             raise errors.UsageError(message, expected="Paddle 3.3", found=paddle.__version__)
         return _PLACEMENTS.resolve(requests, asked, _sharding)
 
-    def divided(self, sharding: Sharding, shape: Shape) -> Iterator[Share]:
+    def divided(self, sharding: Placed, shape: Shape) -> Iterator[Share]:
         """The part of a tensor that each process of the mesh holds."""
         sizes = tuple(sharding.mesh.shape)
         for rank, at in zip(sharding.mesh.process_ids, np.ndindex(sizes), strict=True):
@@ -113,7 +104,7 @@ def make() -> MeshBackend:
     return PaddleBackend()
 
 
-def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
+def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Placed:
     """The sharding that a user's spec means for a tensor."""
     shape, dtype = row.shape, row.dtype
     sizes = tuple(mesh.shape)
@@ -151,7 +142,7 @@ def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
         if shape[-1] % unit:
             message = f"{dtype} arrives as bytes, which are cut elsewhere than elements"
             raise misfit(message, f"a multiple of {unit} in the last dim")
-    return Sharding(mesh, tuple(made))
+    return Placed(mesh, tuple(made))
 
 
 def _get(placement: Any, name: str, default: int) -> int:

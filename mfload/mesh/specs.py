@@ -132,6 +132,16 @@ def is_single(whole: Any, item: Any, spec: Any) -> bool:
     return isinstance(spec, whole)
 
 
+class Placed(NamedTuple):
+    """A mesh, and a placement for each of its dims."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+
+    def __str__(self) -> str:  # Processes compare it, and some reprs have an address.
+        return f"{self.mesh} {list(self.placements)}"
+
+
 class Placements(NamedTuple):
     """Meshes over which placements spread tensors, as PyTorch and Paddle have them.
 
@@ -149,8 +159,8 @@ class Placements(NamedTuple):
         self,
         requests: Sequence[Request],
         asked: MeshArguments,
-        place: Callable[[Any, Row, Any], Any],
-    ) -> list[Any]:
+        place: Callable[[Any, Row, Any], Placed],
+    ) -> list[Placed]:
         """One sharding for each whole tensor; `place` makes it on the mesh (see `resolve`)."""
         if not isinstance(asked.mesh, self.mesh_kind):
             raise errors.UsageError(

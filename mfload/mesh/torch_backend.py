@@ -9,7 +9,7 @@ import itertools
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +38,7 @@ from mfload.mesh.base import (
     Whole,
 )
 from mfload.mesh.link import Link, Pieces
+from mfload.mesh.specs import Placed
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, start
 
@@ -50,13 +51,6 @@ _FORMS = torch_adapter.TorchAdapter.forms
 _GIVEN_UP = datetime.timedelta(minutes=5)
 # Seconds for NCCL to connect devices, and between two looks at the other processes meanwhile.
 _CONNECTED, _TICK = 60.0, 0.1
-
-
-class Sharding(NamedTuple):
-    """A mesh, and a placement for each of its dims."""
-
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
 
 
 class TorchBackend(Backend):
@@ -80,13 +74,13 @@ class TorchBackend(Backend):
             return tuple(sorted(set(asked.mesh.mesh.flatten().tolist())))
         return tuple(range(self.group()[1]))
 
-    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Sharding]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Placed]:
         """A sharding for each whole tensor."""
         made = _PLACEMENTS.resolve(requests, asked, _sharding)
         self._mesh = asked.mesh
         return made
 
-    def divided(self, sharding: Sharding, shape: Shape) -> Iterator[Share]:
+    def divided(self, sharding: Placed, shape: Shape) -> Iterator[Share]:
         """The part of a tensor that each rank of the mesh holds."""
         ranks = sharding.mesh.mesh.numpy()
         for at in np.ndindex(*ranks.shape):
@@ -135,7 +129,7 @@ def make() -> MeshBackend:
     return TorchBackend()
 
 
-def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
+def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Placed:
     """The sharding that a user's spec means for a tensor."""
     shape, dtype = row.shape, row.dtype
     sizes = tuple(mesh.mesh.shape)
@@ -164,7 +158,7 @@ def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
     strided = any(_factor(each) not in (None, 1) for each in made)
     if strided and any(_box(shape, sizes, at, made) is None for at in np.ndindex(*sizes)):
         raise misfit("a shard would be made of rows that lie apart", "stretches of rows")
-    return Sharding(mesh, tuple(made))
+    return Placed(mesh, tuple(made))
 
 
 def _factor(placement: Any) -> int | None:

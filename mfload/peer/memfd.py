@@ -20,7 +20,7 @@ from typing import Any
 from mfload import errors
 from mfload.peer import connections
 from mfload.peer.data import Data
-from mfload.peer.transports import Offer, Remote
+from mfload.peer.transports import Offer, Remote, malformed
 from mfload.runtime import Task, forget_in_forks
 from mfload.sources.base import Costs
 
@@ -143,8 +143,7 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
     """Takes the copy from the seed; what it sends must have the size of the data."""
     name = given.get("socket") if isinstance(given, dict) else None
     if not is_socket(name):
-        what = "the seed's manifest is malformed: what it says of its socket"
-        raise errors.HeaderError(what, file=remote.name)
+        raise malformed(remote.name, "its socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.settimeout(remote.stalled)
