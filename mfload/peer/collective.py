@@ -162,9 +162,7 @@ class _Served:
         for n, low, high in cut(data.starts, data.size, start, stop):
             memory = data.arrays[n]
             if getattr(memory, "number", None) == self._place.index:
-                at = memory.address + low
-                part = DeviceBuffer(memory.device, at, high - low, memory, own=False)
-                made.append(_over(torch, part))
+                made.append(_over(torch, memory.buffer.part(low, high - low)))
             else:
                 made.append(torch.from_numpy(memory[low:high].copy()).to(self._place))
         return made[0] if len(made) == 1 else torch.cat(made)

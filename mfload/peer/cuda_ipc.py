@@ -58,13 +58,13 @@ class DeviceMemory:
     def __init__(self, device: Any, address: int, size: int, owner: Any) -> None:
         self.device, self.address, self.size = device, address, size
         self.number: int = device.place[1]
-        self._buffer = DeviceBuffer(device, address, size, owner, own=False)
+        self.buffer = DeviceBuffer(device, address, size, owner, own=False)
 
     def __getitem__(self, part: slice) -> Any:
         low, high, _ = part.indices(self.size)
         made = np.empty(high - low, np.uint8)
         with closing(self.device.stream()) as stream:
-            stream.copy_out(made, self._buffer, low)
+            stream.copy_out(made, self.buffer, low)
             stream.synchronize()
         return made
 
@@ -375,10 +375,7 @@ class CudaIpcWay:
         there, ahead = self._arrays[n], offset - self._starts[n]
         if there is None or ahead + nbytes > there.nbytes:
             return None
-        if nbytes == there.nbytes:
-            return there
-        at = there.address + ahead
-        return DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
+        return there if nbytes == there.nbytes else there.part(ahead, nbytes)
 
     def read(self, vector: Sequence[Any], offset: int) -> None:
         """Fills buffers (see `Way`)."""
