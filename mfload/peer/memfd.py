@@ -6,6 +6,7 @@ first, once a generation; it has no name, so that nothing is left behind after a
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import socket
@@ -119,8 +120,6 @@ class _Giver:
 
     def _copied(self) -> int:
         if self._fd < 0:
-            import fcntl
-
             fd = os.memfd_create("mfload-seed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 for start in range(0, self._data.size, _PIECE):
@@ -188,8 +187,6 @@ def _received(connection: socket.socket, remote: Remote) -> Sequence[int]:
 
 def _sealed(fd: int) -> bool:
     """Whether it is memory that no one changes: no file, which may hang or shrink."""
-    import fcntl
-
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted
