@@ -36,6 +36,10 @@ class DeviceBuffer:
         if getattr(self, "_count", None) is not None:
             self._count(-self.nbytes)  # pyright: ignore
 
+    def part(self, at: int, nbytes: int) -> DeviceBuffer:
+        """A range of it, which keeps its memory alive, too."""
+        return DeviceBuffer(self.device, self.address + at, nbytes, self.owner, own=False)
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.device.place
 

@@ -112,8 +112,7 @@ def lying(plan: Plan, sources: Sequence[Source]) -> dict[int, DeviceBuffer]:
         if each.owner == "source":
             there, (start, _) = _open(place.request, sources), _rows(place.request) or (0, None)
             if start or place.request.nbytes < there.nbytes:
-                at, nbytes = there.address + start, place.request.nbytes
-                there = DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
+                there = there.part(start, place.request.nbytes)
             made[place.buffer] = there
     return made
 

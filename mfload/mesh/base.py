@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from mfload import errors, frameworks
@@ -190,6 +190,63 @@ class Store(Protocol):
     def drop(self, keys: Sequence[str]) -> None:
         """Removes texts."""
         ...
+
+
+class Backend:
+    """What the backends of frameworks have in common (see `MeshBackend`): one device a process.
+
+    Another one has its own `separate`. Its `divided` is asked once for a sharding and a shape.
+    """
+
+    transport = GLOO
+    arrival = math.inf
+
+    def __init__(self) -> None:
+        self.rank, _ = self.group()
+        self._shares: dict[Any, tuple[Share, ...]] = {}
+
+    @staticmethod
+    def group() -> tuple[int, int]:
+        """The rank of this process, and how many there are."""
+        raise NotImplementedError
+
+    def divided(self, sharding: Any, shape: Shape) -> Iterable[Share]:
+        """The part of a tensor that each device holds, on all processes."""
+        raise NotImplementedError
+
+    def shares(self, sharding: Any, shape: Shape) -> tuple[Share, ...]:
+        """The same, kept for the next tensor that is alike."""
+        key = sharding, shape
+        if key not in self._shares:
+            self._shares[key] = tuple(self.divided(sharding, shape))
+        return self._shares[key]
+
+    def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
+        """A process has one device, so nothing is shared."""
+        return False
+
+    def store(self) -> Store | None:
+        """Nothing: processes agree by the link."""
+
+
+class ReachedStore:
+    """A store that process 0 keeps; what a framework says of its loss is a ProcessError."""
+
+    framework = ""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.counts: dict[str, int] = {}
+        self.wrote: dict[str, list[str]] = {}
+
+    def _reach(self, act: Callable[..., Any], *given: Any, **named: Any) -> Any:
+        try:
+            return act(*given, **named)
+        except RuntimeError as error:  # Also PyTorch's DistNetworkError and DistStoreError.
+            raise errors.ProcessError(
+                f"the store of {self.framework}.distributed can't be reached: process 0 keeps it",
+                found=str(error).splitlines()[0][:300],
+            ) from error
 
 
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.

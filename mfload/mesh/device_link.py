@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack, closing
-from typing import Any, NamedTuple
+from typing import Any
 
 from mfload.cuda.device import CUDA, Device, Rows
 from mfload.cuda.memory import DeviceBuffer
@@ -16,23 +16,6 @@ from mfload.mesh.link import Link, Pieces
 
 _NARROW = 4096  # Bytes of rows that are sent apart from pieces, if all of them are so short.
 _STAGE = 1 << 20  # Page-locked bytes through which short pieces get from the host to the device.
-
-
-class Part(NamedTuple):
-    """A range of device memory."""
-
-    buffer: DeviceBuffer
-    start: int
-    nbytes: int
-
-    def cut(self, at: int, nbytes: int) -> Part:
-        """A range of it."""
-        return Part(self.buffer, self.start + at, nbytes)
-
-    @property
-    def address(self) -> int:
-        """Where it begins."""
-        return self.buffer.address + self.start
 
 
 class DeviceLink(Link):
@@ -72,13 +55,9 @@ class DeviceLink(Link):
             self._rooms[rows.ctypes.data] = made
         return made
 
-    def view(self, memory: Any) -> Any:
-        """The same as a `Part` if it lies on a device (see `Link`)."""
-        return memory if self.device is None else Part(memory, 0, memory.nbytes)
-
     def part(self, view: Any, at: int, nbytes: int) -> Any:
-        """A range of that (see `Link`)."""
-        return super().part(view, at, nbytes) if self.device is None else view.cut(at, nbytes)
+        """A range of a buffer (see `Link`)."""
+        return super().part(view, at, nbytes) if self.device is None else view.part(at, nbytes)
 
     def copy(self, copies: Sequence[tuple[Any, Any]]) -> None:
         """Copies to devices beside the user's work (see `Link`)."""
@@ -95,13 +74,10 @@ class DeviceLink(Link):
         if not pieces.most or not self.well(rows, came):
             return came
         room, width = self._rooms[rows.ctypes.data], rows.shape[1]
-        whole = Part(room, 0, room.nbytes)
-        sent = [(whole.cut(n * width + at, p.nbytes), p) for n, at, p in pieces.sent]
+        sent = [(room.part(n * width + at, p.nbytes), p) for n, at, p in pieces.sent]
         self._copy([(to, part) for to, part in sent if to.address != part.address])
         there = self.swap_there(room)
-        whole = Part(there, 0, there.nbytes)
-        taken = [(part, whole.cut(n * width + at, part.nbytes)) for n, at, part in pieces.taken]
-        self._copy(taken)
+        self._copy([(p, there.part(n * width + at, p.nbytes)) for n, at, p in pieces.taken])
         return came
 
     def close(self) -> None:
@@ -112,21 +88,20 @@ class DeviceLink(Link):
         if stage is not None:
             self.device.unpin(stage)
 
-    def _copy(self, copies: Sequence[tuple[Part, Any]]) -> None:
+    def _copy(self, copies: Sequence[tuple[DeviceBuffer, Any]]) -> None:
         streams: dict[str, Any] = {}
         used = 0
         with ExitStack() as stack:
             for target, source in copies:
-                device = target.buffer.device
+                device = target.device
                 if device.name not in streams:
                     streams[device.name] = stack.enter_context(closing(device.stream()))
                 stream, rows = streams[device.name], Rows.one(target.nbytes)
-                if isinstance(source, Part):
-                    behind = streams.get(source.buffer.device.name, stream)
+                if isinstance(source, DeviceBuffer):
+                    behind = streams.get(source.device.name, stream)
                     if behind is not stream:  # What is copied on may have to get there first.
                         stream.wait(behind.record())
-                    there = source.buffer, source.start
-                    stream.copy_within(target.buffer, target.start, *there, rows)
+                    stream.copy_within(target, 0, source, 0, rows)
                     continue
                 if self._stage is None:
                     stage = buffers.allocate(_STAGE)
@@ -138,7 +113,7 @@ class DeviceLink(Link):
                         each.synchronize()
                 passed = self._stage[used : used + target.nbytes]
                 passed[:] = source
-                stream.copy_in(target.buffer, target.start, passed, rows)
+                stream.copy_in(target, 0, passed, rows)
                 used += target.nbytes
             for stream in streams.values():
                 stream.synchronize()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +19,7 @@ from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, lend, references, 
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
 from mfload.mesh import jax_processes, jax_specs, specs
-from mfload.mesh.base import MeshArguments, MeshBackend, Share, Whole
+from mfload.mesh.base import Backend, MeshArguments, MeshBackend, Share, Whole
 from mfload.options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.runtime import Deadline
@@ -34,7 +34,7 @@ class Spot(NamedTuple):
     kind: str | None
 
 
-class JaxBackend:
+class JaxBackend(Backend):
     """JAX's meshes, for one load.
 
     Spots are numbered for each process in the order in which shares are asked for, so the numbers
@@ -42,9 +42,8 @@ class JaxBackend:
     """
 
     def __init__(self) -> None:
-        self.rank: int = jax.process_index()
+        super().__init__()
         self._spots: dict[int, dict[Spot, int]] = {self.rank: {}}  # Numbers, for each process.
-        self._shares: dict[tuple[Any, Shape], tuple[Share, ...]] = {}
         self._adapter: JaxMeshAdapter | None = None
 
     @staticmethod
@@ -77,19 +76,13 @@ class JaxBackend:
                 ) from error
         return made
 
-    def shares(self, sharding: Any, shape: Shape) -> tuple[Share, ...]:
+    def divided(self, sharding: Any, shape: Shape) -> Iterator[Share]:
         """The part of a tensor that each device holds, on all processes."""
-        key = sharding, shape
-        if key not in self._shares:
-            made: list[Share] = []
-            for device, box in jax_specs.boxes(sharding, shape).items():
-                kind = sharding.memory_kind
-                spot = Spot(device, None if kind == _default_kind(device) else kind)
-                spots = self._spots.setdefault(device.process_index, {})
-                number = spots.setdefault(spot, len(spots))
-                made.append(Share(device.process_index, number, box))
-            self._shares[key] = tuple(made)
-        return self._shares[key]
+        for device, box in jax_specs.boxes(sharding, shape).items():
+            kind = sharding.memory_kind
+            spot = Spot(device, None if kind == _default_kind(device) else kind)
+            spots = self._spots.setdefault(device.process_index, {})
+            yield Share(device.process_index, spots.setdefault(spot, len(spots)), box)
 
     def in_default_memory(self, sharding: Any) -> bool:
         """Whether arrays lie in the memory that is the default of their devices."""

@@ -9,6 +9,7 @@ from mfload import errors
 from mfload.dtypes import DType
 from mfload.frameworks import base
 from mfload.index import Box
+from mfload.mesh import jax_specs
 
 
 def dtype_of(name: str, array: Any) -> DType:
@@ -29,8 +30,4 @@ def pieces(array: Any) -> Iterator[tuple[Box, Any]]:
     """The boxes that this process saves, and their arrays: every part once in all processes."""
     for shard in array.addressable_shards:
         if shard.replica_id == 0:
-            box = tuple(
-                (part.start or 0, length if part.stop is None else part.stop)
-                for part, length in zip(shard.index, array.shape, strict=True)
-            )
-            yield box, shard.data
+            yield jax_specs.box_of(shard.index, array.shape), shard.data

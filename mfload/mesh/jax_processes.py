@@ -6,10 +6,9 @@ two sizes and compiled once. Some platforms reject some dtypes in collectives; a
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,64 +21,43 @@ from mfload.cuda.memory import DeviceBuffer
 from mfload.dlpack import View
 from mfload.dtypes import TABLE
 from mfload.frameworks import jax_adapter, private_api
-from mfload.io import buffers
+from mfload.mesh.base import ReachedStore
 from mfload.mesh.device_link import DeviceLink
 from mfload.runtime import Deadline
 
 
-class JaxStore:
-    """The store of `jax.distributed`: short texts that all processes of a program read and write.
+class JaxStore(ReachedStore):
+    """The store of `jax.distributed`: short texts that all of its processes read and write."""
 
-    `counts` holds the loads of each group of processes that this process took part in.
-    """
-
-    def __init__(self, client: Any) -> None:
-        self.client = client
-        self.counts: dict[str, int] = {}
-        self.wrote: dict[str, list[str]] = {}
+    framework = "jax"
 
     def put(self, key: str, text: str) -> None:
         """Writes a text, in place of an older one."""
-        with _reachable():
-            self.client.key_value_set(key, text, allow_overwrite=True)
+        self._reach(self._client.key_value_set, key, text, allow_overwrite=True)
 
     def first(self, key: str, text: str) -> str:
         """Writes a text if there is none; returns the one that is there, on every process."""
-        with _reachable():
-            try:
-                self.client.key_value_set(key, text)
-            except RuntimeError as error:
-                if "ALREADY_EXISTS" not in str(error):
-                    raise
-                return self.client.blocking_key_value_get(key, 10_000)
-            return text
+        try:
+            self._reach(self._client.key_value_set, key, text)
+        except errors.ProcessError as error:
+            if "ALREADY_EXISTS" not in str(error.__cause__):
+                raise
+            return self._reach(self._client.blocking_key_value_get, key, 10_000)
+        return text
 
     def texts(self, prefix: str, names: Sequence[str]) -> dict[str, str]:
         """The texts that are there of keys `prefix + name`, by name."""
-        with _reachable():
-            found = dict(self.client.key_value_dir_get(prefix))
+        found = dict(self._reach(self._client.key_value_dir_get, prefix))
         return {name: found[prefix + name] for name in names if prefix + name in found}
 
     def drop(self, keys: Sequence[str]) -> None:
         """Removes texts."""
-        with _reachable():
-            for key in keys:
-                self.client.key_value_delete(key)
+        for key in keys:
+            self._reach(self._client.key_value_delete, key)
 
 
 # The one store of a client; there is another client after jax.distributed was started anew.
 store_of = functools.lru_cache(maxsize=1)(JaxStore)
-
-
-@contextlib.contextmanager
-def _reachable() -> Generator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise errors.ProcessError(
-            "the store of jax.distributed can't be reached: process 0 keeps it",
-            found=str(error).splitlines()[0][:300],
-        ) from error
 
 
 class JaxLink(DeviceLink):
@@ -91,15 +69,14 @@ class JaxLink(DeviceLink):
             devices.setdefault(device.process_index, device)
         self._devices = tuple(devices[rank] for rank in sorted(ranks))
         self._mine = devices[jax.process_index()]
-        self._width = width
         self._sent: list[weakref.ref[Any]] = []
-        super().__init__(self._devices, deadline)
+        super().__init__(self._devices, deadline, len(ranks), width)
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width), aligned so that JAX aliases it."""
-        memory = buffers.allocate(len(self._devices) * self._width)
-        self._sent.append(weakref.ref(memory))
-        return memory.reshape(-1, self._width)
+        rows = super().buffer()
+        self._sent.append(weakref.ref(rows.base))
+        return rows
 
     def close(self) -> None:
         """Has JAX release the buffers, as far as nothing else holds them."""

@@ -145,13 +145,16 @@ def _sizes(sizes: Mapping[str, int]) -> str:
 
 def boxes(sharding: Any, shape: Shape) -> dict[Any, Box]:
     """The part of a tensor that each device holds, also those of other processes."""
-    found: dict[Any, Box] = {}
-    for device, index in sharding.devices_indices_map(shape).items():
-        found[device] = tuple(
-            (part.start or 0, length if part.stop is None else part.stop)
-            for part, length in zip(index, shape, strict=True)
-        )
-    return found
+    indices = sharding.devices_indices_map(shape)
+    return {device: box_of(index, shape) for device, index in indices.items()}
+
+
+def box_of(index: Sequence[slice], shape: Shape) -> Box:
+    """The box of a shard, of which JAX tells the index."""
+    return tuple(
+        (part.start or 0, length if part.stop is None else part.stop)
+        for part, length in zip(index, shape, strict=True)
+    )
 
 
 def is_abstract(sharding: Any) -> bool:

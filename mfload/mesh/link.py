@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mfload import errors
+from mfload.io import buffers
 from mfload.runtime import Deadline, Task
 
 # Seconds between two looks at a collective that is under way, until a process that is gone is
@@ -49,18 +50,21 @@ class Link:
     Args:
         group: What tells the processes from others that have a link.
         deadline: Of the load.
+        count: Processes.
+        width: Bytes of a row.
     """
 
     device: Any = None  # Where results lie, and pieces that are sent. Default: in host memory.
     rooms = 2  # Times the rows of a round that it holds on the device.
 
-    def __init__(self, group: Hashable, deadline: Deadline) -> None:
+    def __init__(self, group: Hashable, deadline: Deadline, count: int = 1, width: int = 0) -> None:
         self._group, self._deadline = group, deadline
+        self._count, self._width = count, width
         self._under_way: Task[Any] | None = None
 
     def buffer(self) -> Any:
         """Memory for what is sent: uint8 (processes, width)."""
-        raise NotImplementedError
+        return buffers.allocate(self._count * self._width).reshape(-1, self._width)
 
     def moves(self, device: Any) -> bool:
         """Whether pieces can travel from and to memory of a device."""

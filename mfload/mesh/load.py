@@ -180,20 +180,10 @@ def backend(framework: str, device: object, shard: Any) -> MeshBackend:
 
 def load(call: MeshCall, progress: Progress = False) -> dict[str, Any]:
     """Loads a checkpoint onto the devices of this process, together with the other processes."""
-    backend, asked, choose, deadline, report = call
-    ranks = backend.processes(asked)
-    with together(backend, ranks, deadline) as group:
-        start = time.perf_counter()
-        with gc_paused():
-            chosen = choose()
-            read = time.perf_counter()
-            job = MeshLoad(backend, chosen, asked)
-        if report is not None:
-            report.add_stage("headers", start, read)
-            report.add_stage("shardings", read, time.perf_counter())
-        if group is not None:
-            agree_on_inputs(group, job.stored, chosen.sources, chosen.options, job.arguments())
-        job.check_whole(len(ranks))
+    backend, report = call.backend, call.report
+    ranks = backend.processes(call.asked)
+    with together(backend, ranks, call.deadline) as group:
+        chosen, job = prepared(call, group)
         with shown(progress, stored_bytes(job.mine) if progress else 0) as advance:
             fetched = fetch(
                 job.requests,
@@ -211,6 +201,23 @@ def load(call: MeshCall, progress: Progress = False) -> dict[str, Any]:
             arrays = job.assemble(fetched)
             del job, chosen  # What was made of each tensor goes before the collector looks at it.
         return arrays
+
+
+def prepared(call: MeshCall, group: ProcessGroup | None) -> tuple[Chosen, MeshLoad]:
+    """What there is to load, once the processes agree on it."""
+    backend, asked, choose, _, report = call
+    start = time.perf_counter()
+    with gc_paused():
+        chosen = choose()
+        read = time.perf_counter()
+        job = MeshLoad(backend, chosen, asked)
+    if report is not None:
+        report.add_stage("headers", start, read)
+        report.add_stage("shardings", read, time.perf_counter())
+    if group is not None:
+        agree_on_inputs(group, job.stored, chosen.sources, chosen.options, job.arguments())
+    job.check_whole(1 if group is None else len(group.ranks))
+    return chosen, job
 
 
 def check_whole(options: LoadOptions, processes: int, missing: int = 0) -> None:

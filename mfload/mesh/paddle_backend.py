@@ -7,9 +7,8 @@ process, since its part would begin beyond the end of a dim, the load is refused
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import paddle
@@ -18,42 +17,29 @@ import paddle.distributed as dist
 from mfload import errors
 from mfload.cuda.device import Device
 from mfload.cuda.memory import DeviceBuffer
-from mfload.dtypes import DType
 from mfload.frameworks import base as adapters, paddle_adapter, private_api
 from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import MeshArguments, MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import Backend, MeshArguments, MeshBackend, Share, Transport, Whole
 from mfload.mesh.device_link import DeviceLink
 from mfload.mesh.link import Pieces
-from mfload.options import LoadOptions
+from mfload.mesh.specs import Placed
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
 
 Shape = tuple[int, ...]
 _FORMS = paddle_adapter.PaddleAdapter.forms
+_MESH = "paddle.distributed.ProcessMesh"
+_PLACEMENTS = specs.Placements("Paddle", _MESH, dist.ProcessMesh, dist.Placement)
 
 
-class Sharding(NamedTuple):
-    """A mesh, and a placement for each of its dims; those of one tensor dim have an order."""
-
-    mesh: dist.ProcessMesh
-    placements: tuple[Any, ...]
-
-    def __str__(self) -> str:  # Processes compare it, and Paddle's repr has an address.
-        return f"{self.mesh} {list(self.placements)}"
-
-
-class PaddleBackend:
+class PaddleBackend(Backend):
     """Paddle's meshes, for one load (see `MeshBackend`). A process has one device."""
 
     # 2.7 to 3.7 measured on a busy machine: processor time of 500 MB replicated to two ranks.
     transport = Transport(3.0, 8 << 20, held=4)
-
-    def __init__(self) -> None:
-        self.rank, _ = self.group()
-        self._shares: dict[Any, tuple[Share, ...]] = {}
 
     @staticmethod
     def group() -> tuple[int, int]:
@@ -66,40 +52,18 @@ class PaddleBackend:
             return tuple(sorted(asked.mesh.process_ids))
         return tuple(range(dist.get_world_size())) if dist.is_initialized() else (self.rank,)
 
-    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Sharding]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Placed]:
         """A sharding for each whole tensor."""
-        mesh = asked.mesh
-        if not isinstance(mesh, dist.ProcessMesh):
-            raise errors.UsageError(
-                "Paddle's placements need a mesh; dims need shard=(rank, size)",
-                expected="mesh=, a paddle.distributed.ProcessMesh",
-                found=repr(mesh),
-            )
-        if private_api.paddle_sharder() is None:
+        if isinstance(asked.mesh, dist.ProcessMesh) and private_api.paddle_sharder() is None:
             message = "this version of Paddle makes no distributed tensors of parts"
             raise errors.UsageError(message, expected="Paddle 3.3", found=paddle.__version__)
-        return specs.resolve(
-            specs.rows(requests),
-            asked,
-            functools.partial(_sharding, mesh),
-            single=functools.partial(specs.is_single, dist.Placement, dist.Placement),
-            expected=specs.PLACEMENTS,
-        )
+        return _PLACEMENTS.resolve(requests, asked, _sharding)
 
-    def shares(self, sharding: Sharding, shape: Shape) -> tuple[Share, ...]:
+    def divided(self, sharding: Placed, shape: Shape) -> Iterator[Share]:
         """The part of a tensor that each process of the mesh holds."""
-        key = sharding, shape
-        if key not in self._shares:
-            sizes = tuple(sharding.mesh.shape)
-            places = zip(sharding.mesh.process_ids, np.ndindex(sizes), strict=True)
-            self._shares[key] = tuple(
-                Share(rank, 0, _box(shape, sizes, at, sharding.placements)) for rank, at in places
-            )
-        return self._shares[key]
-
-    def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
-        """A process has one device, so nothing is shared."""
-        return False
+        sizes = tuple(sharding.mesh.shape)
+        for rank, at in zip(sharding.mesh.process_ids, np.ndindex(sizes), strict=True):
+            yield Share(rank, 0, _box(shape, sizes, at, sharding.placements))
 
     def adapter(self, *, late: bool = False) -> MeshAdapter:
         """The adapter of Paddle's current device."""
@@ -140,7 +104,7 @@ def make() -> MeshBackend:
     return PaddleBackend()
 
 
-def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
+def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Placed:
     """The sharding that a user's spec means for a tensor."""
     shape, dtype = row.shape, row.dtype
     sizes = tuple(mesh.shape)
@@ -150,12 +114,10 @@ def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
         if each.is_partial():
             raise misfit(f"{each} does not say where values lie", "Shard or Replicate")
         if each.is_shard():
-            dim = each.get_dim()
-            if not -len(shape) <= dim < len(shape):
-                raise misfit(f"the tensor has no dim {dim}", f"a dim of {len(shape)}")
+            dim = specs.dim_of(row, each.get_dim(), misfit)
             if _get(each, "get_split_factor", 1) != 1:
                 raise misfit("a shard would be made of rows that lie apart", "no split_factor=")
-            cuts.setdefault(dim % len(shape), []).append(n)
+            cuts.setdefault(dim, []).append(n)
     made: list[Any] = [dist.Replicate() for _ in sizes]
     for dim, numbers in cuts.items():
         orders = [_get(given[n], "get_co_shard_order", 0) for n in numbers]
@@ -180,7 +142,7 @@ def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
         if shape[-1] % unit:
             message = f"{dtype} arrives as bytes, which are cut elsewhere than elements"
             raise misfit(message, f"a multiple of {unit} in the last dim")
-    return Sharding(mesh, tuple(made))
+    return Placed(mesh, tuple(made))
 
 
 def _get(placement: Any, name: str, default: int) -> int:
@@ -208,16 +170,12 @@ class PaddleLink(DeviceLink):
     """
 
     def __init__(self, rank: int, count: int, width: int, deadline: Deadline) -> None:
-        super().__init__(dist.get_group() if count > 1 else None, deadline)
-        self._rank, self._count, self._width = rank, count, width
+        super().__init__(dist.get_group() if count > 1 else None, deadline, count, width)
+        self._rank = rank
         gloo = count == 1 or dist.get_backend().lower() == "gloo"
         # Gloo sends from and receives into NumPy's memory, where Paddle takes that.
         self._over = private_api.paddle_constructor() if gloo else None
         self._place = paddle.CPUPlace() if gloo else paddle_adapter.make(None).place
-
-    def buffer(self) -> Any:
-        """Memory for what is sent: uint8 (processes, width)."""
-        return buffers.allocate(self._count * self._width).reshape(-1, self._width)
 
     def exchange(self, rows: Any) -> Any:
         """Scatters the rows of each process (see `Link`)."""

@@ -157,7 +157,7 @@ def _slots(plan: Plan, memory: Sequence[Any], spare: int) -> Any:
     return staging.staging(plan.blocks, methods, spare)
 
 
-class _Rounds:
+class _Filler:
     """Fills the results of this process, round by round.
 
     Rows are made, sent and taken as bytes; on a device, what travels by itself is read and sent
@@ -309,7 +309,7 @@ def run(
     A process that fails keeps taking part until it has said so in the header of its rows. Then all
     of them stop after the same round, and their collectives stay in step.
     """
-    here = _Rounds(schedule, group, link, read, results, ahead)
+    here = _Filler(schedule, group, link, read, results, ahead)
     travels, count = schedule.travels, len(schedule.rounds)
     failed: BaseException | None = None
     before: Sequence[Parcel] = ()

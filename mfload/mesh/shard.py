@@ -8,12 +8,10 @@ from types import ModuleType
 from typing import Any
 
 from mfload import errors, frameworks
-from mfload.dtypes import DType
 from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.mesh import base, specs
 from mfload.mesh.base import MeshArguments, Share, Whole
-from mfload.options import LoadOptions
 from mfload.planning import parts
 from mfload.planning.request import Request, WholeTensors, names
 
@@ -69,7 +67,7 @@ def _box(shape: Shape, dim: int | None, rank: int, size: int) -> Box:
     return tuple(box)
 
 
-class ShardBackend:
+class ShardBackend(base.Backend):
     """The chunks of the processes of a group, which read them for each other (see `MeshBackend`).
 
     Shardings are dims: numbers, or None for whole tensors. The framework's own process group must
@@ -90,11 +88,12 @@ class ShardBackend:
             )
         # What `shard` is to be: if it is not, `resolve` tells all processes.
         self._group = base.backend(self._framework)
-        self.rank, self._size = self._group.group()
+        super().__init__()
+        _, self._size = self.group()
 
-    def group(self) -> tuple[int, int]:
+    def group(self) -> tuple[int, int]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The rank of this process, and how many there are."""
-        return self.rank, self._size
+        return self._group.group()
 
     def processes(self, asked: MeshArguments) -> tuple[int, ...]:
         """All that exchange."""
@@ -113,14 +112,9 @@ class ShardBackend:
         rows = specs.rows(requests)
         return specs.resolve(rows, asked, _dim, single=_is_dim, expected=_EXPECTED)
 
-    def shares(self, sharding: int | None, shape: Shape) -> tuple[Share, ...]:
+    def divided(self, sharding: int | None, shape: Shape) -> list[Share]:
         """The chunk of each process."""
-        ranks = range(self._size)
-        return tuple([Share(n, 0, _box(shape, sharding, n, self._size)) for n in ranks])
-
-    def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
-        """A process has one device, so nothing is shared."""
-        return False
+        return [Share(n, 0, _box(shape, sharding, n, self._size)) for n in range(self._size)]
 
     def adapter(self, *, late: bool = False) -> MeshAdapter:
         """The adapter of the one device."""

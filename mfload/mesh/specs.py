@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from mfload.planning.request import Request
 from mfload.planning.selection import Rules
 
 Shape = tuple[int, ...]
-PLACEMENTS = "Shard(dim), Replicate(), or a list of them, one for each dim of the mesh"
+_PLACEMENTS = "Shard(dim), Replicate(), or a list of them, one for each dim of the mesh"
 NOTHING = object()
 """Of a tensor that no rule matches."""
 
@@ -131,6 +132,51 @@ def is_single(whole: Any, item: Any, spec: Any) -> bool:
     return isinstance(spec, whole)
 
 
+class Placed(NamedTuple):
+    """A mesh, and a placement for each of its dims."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+
+    def __str__(self) -> str:  # Processes compare it, and some reprs have an address.
+        return f"{self.mesh} {list(self.placements)}"
+
+
+class Placements(NamedTuple):
+    """Meshes over which placements spread tensors, as PyTorch and Paddle have them.
+
+    Attributes:
+        framework, mesh_name: What errors call the framework and its class of meshes,
+        mesh_kind, kind: which that is, and the class of placements.
+    """
+
+    framework: str
+    mesh_name: str
+    mesh_kind: Any
+    kind: Any
+
+    def resolve(
+        self,
+        requests: Sequence[Request],
+        asked: MeshArguments,
+        place: Callable[[Any, Row, Any], Placed],
+    ) -> list[Placed]:
+        """One sharding for each whole tensor; `place` makes it on the mesh (see `resolve`)."""
+        if not isinstance(asked.mesh, self.mesh_kind):
+            raise errors.UsageError(
+                f"{self.framework}'s placements need a mesh; dims need shard=(rank, size)",
+                expected=f"mesh=, a {self.mesh_name}",
+                found=repr(asked.mesh),
+            )
+        return resolve(
+            rows(requests),
+            asked,
+            functools.partial(place, asked.mesh),
+            single=functools.partial(is_single, self.kind, self.kind),
+            expected=_PLACEMENTS,
+        )
+
+
 def placements(
     kind: type, row: Row, sizes: Sequence[int], spec: Any
 ) -> tuple[list[Any], Callable[[str, str], errors.ShardingError]]:
@@ -140,7 +186,7 @@ def placements(
     """
     given: Any = [] if spec is None else [spec] if isinstance(spec, kind) else spec
     if not isinstance(given, list | tuple) or not all(isinstance(each, kind) for each in given):
-        expected = f"{PLACEMENTS}, for {row.name!r}"
+        expected = f"{_PLACEMENTS}, for {row.name!r}"
         raise errors.UsageError("not placements", expected=expected, found=repr(spec))
     given = list(given)
 
@@ -154,6 +200,13 @@ def placements(
             "one for each",
         )
     return given, misfit
+
+
+def dim_of(row: Row, dim: int, misfit: Callable[[str, str], errors.ShardingError]) -> int:
+    """The dim that a placement cuts, counted from the first."""
+    if not -len(row.shape) <= dim < len(row.shape):
+        raise misfit(f"the tensor has no dim {dim}", f"a dim of {len(row.shape)}")
+    return dim % len(row.shape)
 
 
 def _rules(shardings: Any, expected: str) -> Rules:

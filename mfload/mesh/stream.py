@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -95,20 +94,8 @@ class Sharded(Tensors):
 
 def stream(call: MeshCall, progress: Progress) -> Stream[Any]:
     """A stream onto the devices of this process, together with the other processes."""
-    backend, asked, choose, deadline, report = call
-    ranks = backend.processes(asked)
-    with mesh_load.together(backend, ranks, deadline) as group:
-        start = time.perf_counter()
-        with gc_paused():
-            chosen = choose()
-            read = time.perf_counter()
-            job = MeshLoad(backend, chosen, asked)
-        if report is not None:
-            report.add_stage("headers", start, read)
-            report.add_stage("shardings", read, time.perf_counter())
-        if group is not None:
-            given = job.stored, chosen.sources, chosen.options
-            mesh_load.agree_on_inputs(group, *given, job.arguments())
-        job.check_whole(len(ranks))
-        tensors = Sharded(job, chosen, backend, ranks, report)
+    ranks = call.backend.processes(call.asked)
+    with mesh_load.together(call.backend, ranks, call.deadline) as group:
+        chosen, job = mesh_load.prepared(call, group)
+        tensors = Sharded(job, chosen, call.backend, ranks, call.report)
     return streamed(tensors, progress)

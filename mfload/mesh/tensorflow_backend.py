@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from mfload.frameworks import tensorflow_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import MeshArguments, MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import Backend, MeshArguments, MeshBackend, Share, Transport, Whole
 from mfload.mesh.device_link import DeviceLink
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
@@ -38,16 +38,15 @@ names the devices of this process and so differs between processes."""
 _EXPECTED = "a Layout, or a list of dims of the mesh and UNSHARDED, one for each dim of the tensor"
 
 
-class TensorflowBackend:
+class TensorflowBackend(Backend):
     """TensorFlow's meshes, for one load (see `MeshBackend`). Devices are those of one mesh."""
 
     transport = Transport(14.0, 1 << 20)  # 14 measured; longer rows are not faster.
 
     def __init__(self) -> None:
-        self.rank, _ = self.group()
+        super().__init__()
         self._mesh: Any = None
         self._owners: list[tuple[int, int]] = []
-        self._shares: dict[Any, tuple[Share, ...]] = {}
 
     @staticmethod
     def group() -> tuple[int, int]:
@@ -85,20 +84,15 @@ class TensorflowBackend:
             expected=_EXPECTED,
         )
 
-    def shares(self, sharding: Sharding, shape: Shape) -> tuple[Share, ...]:
+    def divided(self, sharding: Sharding, shape: Shape) -> Iterator[Share]:
         """The part of a tensor that each device of the mesh holds."""
-        key = sharding, shape
-        if key not in self._shares:
-            sizes = dict(zip(self._mesh.dim_names, self._mesh.shape(), strict=True))
-            made: list[Share] = []
-            places = np.ndindex(*sizes.values())
-            for (process, device), place in zip(self._owners, places, strict=True):
-                at = dict(zip(sizes, place, strict=True))
-                pairs = [(sizes.get(name, 1), at.get(name, 0)) for name in sharding]
-                box = (specs.chunk(n, *pair) for n, pair in zip(shape, pairs, strict=True))
-                made.append(Share(process, device, tuple(box)))
-            self._shares[key] = tuple(made)
-        return self._shares[key]
+        sizes = dict(zip(self._mesh.dim_names, self._mesh.shape(), strict=True))
+        places = np.ndindex(*sizes.values())
+        for (process, device), place in zip(self._owners, places, strict=True):
+            at = dict(zip(sizes, place, strict=True))
+            pairs = [(sizes.get(name, 1), at.get(name, 0)) for name in sharding]
+            box = (specs.chunk(n, *pair) for n, pair in zip(shape, pairs, strict=True))
+            yield Share(process, device, tuple(box))
 
     def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
         """Devices share memory, unless it is TensorFlow's, which lends it for one."""
@@ -126,9 +120,6 @@ class TensorflowBackend:
     def platform(self) -> str:
         """The kind of this client's devices: "cpu", "gpu" or "tpu"."""
         return "cpu" if self._mesh is None else self._mesh.device_type().lower()
-
-    def store(self) -> None:
-        """TensorFlow has no public one."""
 
     def link(self, ranks: Sequence[int], width: int, deadline: Deadline) -> TensorflowLink:
         """A link between clients, with rows of `width` bytes."""
@@ -202,8 +193,8 @@ class TensorflowLink(DeviceLink):
     """Swaps rows by one all-to-all between the first CPUs of the clients, or their first GPUs."""
 
     def __init__(self, ranks: tuple[int, ...], width: int, deadline: Deadline) -> None:
-        super().__init__(("tensorflow", ranks), deadline)
-        self._ranks, self._width = ranks, width
+        super().__init__(("tensorflow", ranks), deadline, len(ranks), width)
+        self._ranks = ranks
         self._device = f"/job:{dtensor.full_job_name()}/device:CPU:0"
         self._gpu = self._device.replace("CPU", "GPU")
         here = tensorflow_adapter.make("CPU:0").place
@@ -214,10 +205,6 @@ class TensorflowLink(DeviceLink):
                 found=f"{here}, not {self._device}",
             )
 
-    def buffer(self) -> Any:
-        """Memory for what is sent: uint8 (processes, width)."""
-        return buffers.allocate(len(self._ranks) * self._width).reshape(-1, self._width)
-
     def exchange(self, rows: Any) -> Any:
         """One collective (see `Link`)."""
         if len(self._ranks) == 1:
@@ -225,7 +212,7 @@ class TensorflowLink(DeviceLink):
         order = _order(self._ranks, self._device)
         if order == sorted(order) and rows.shape[1] == self._width:
             return _swap(self._ranks, self._device, rows)
-        sent = self.buffer().reshape(-1)[: rows.size].reshape(rows.shape)
+        sent = buffers.allocate(rows.size).reshape(rows.shape)
         np.take(rows, order, axis=0, out=sent)
         return _swap(self._ranks, self._device, sent)[np.argsort(order)]
 

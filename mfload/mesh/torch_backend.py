@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import hashlib
 import itertools
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,20 +22,30 @@ from torch.utils import dlpack
 from mfload import errors
 from mfload.cuda.device import CUDA, Device
 from mfload.dlpack import View, capsule
-from mfload.dtypes import TABLE, DType
+from mfload.dtypes import TABLE
 from mfload.frameworks import base as adapters, private_api, torch_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import MeshArguments, MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import (
+    Backend,
+    MeshArguments,
+    MeshBackend,
+    ReachedStore,
+    Share,
+    Transport,
+    Whole,
+)
 from mfload.mesh.link import Link, Pieces
-from mfload.options import LoadOptions
+from mfload.mesh.specs import Placed
 from mfload.planning.request import Request
 from mfload.runtime import Deadline, start
 
 Shape = tuple[int, ...]
 Placement: Any = _Placement
+_MESH = "torch.distributed.device_mesh.DeviceMesh"
+_PLACEMENTS = specs.Placements("PyTorch", _MESH, DeviceMesh, Placement)
 _FORMS = torch_adapter.TorchAdapter.forms
 # The process waits at its exit for gloo's threads, which give up a collective that hangs.
 _GIVEN_UP = datetime.timedelta(minutes=5)
@@ -44,24 +53,13 @@ _GIVEN_UP = datetime.timedelta(minutes=5)
 _CONNECTED, _TICK = 60.0, 0.1
 
 
-class Sharding(NamedTuple):
-    """A mesh, and a placement for each of its dims."""
-
-    mesh: DeviceMesh
-    placements: tuple[Any, ...]
-
-
-class TorchBackend:
+class TorchBackend(Backend):
     """PyTorch's meshes, for one load (see `MeshBackend`). A process has one device."""
 
     # 2.3 to 2.6 measured, in both directions at once.
     # Pieces are sent from where they lie: of the rows, gloo holds no copies.
     transport = Transport(2.5, 16 << 20, by_devices=dist.is_nccl_available(), held=4)
-
-    def __init__(self) -> None:
-        self.rank, _ = self.group()
-        self._mesh: DeviceMesh | None = None
-        self._shares: dict[Any, tuple[Share, ...]] = {}
+    _mesh: DeviceMesh | None = None
 
     @staticmethod
     def group() -> tuple[int, int]:
@@ -76,39 +74,18 @@ class TorchBackend:
             return tuple(sorted(set(asked.mesh.mesh.flatten().tolist())))
         return tuple(range(self.group()[1]))
 
-    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Sharding]:
+    def resolve(self, requests: Sequence[Request], asked: MeshArguments) -> list[Placed]:
         """A sharding for each whole tensor."""
-        mesh = asked.mesh
-        if not isinstance(mesh, DeviceMesh):
-            raise errors.UsageError(
-                "PyTorch's placements need a mesh; dims need shard=(rank, size)",
-                expected="mesh=, a torch.distributed.device_mesh.DeviceMesh",
-                found=repr(mesh),
-            )
-        self._mesh = mesh
-        return specs.resolve(
-            specs.rows(requests),
-            asked,
-            functools.partial(_sharding, mesh),
-            single=functools.partial(specs.is_single, Placement, Placement),
-            expected=specs.PLACEMENTS,
-        )
+        made = _PLACEMENTS.resolve(requests, asked, _sharding)
+        self._mesh = asked.mesh
+        return made
 
-    def shares(self, sharding: Sharding, shape: Shape) -> tuple[Share, ...]:
+    def divided(self, sharding: Placed, shape: Shape) -> Iterator[Share]:
         """The part of a tensor that each rank of the mesh holds."""
-        key = sharding, shape
-        if key not in self._shares:
-            ranks = sharding.mesh.mesh.numpy()
-            made = [
-                Share(int(ranks[at]), 0, _box(shape, ranks.shape, at, sharding.placements) or ())
-                for at in np.ndindex(*ranks.shape)
-            ]
-            self._shares[key] = tuple(made)
-        return self._shares[key]
-
-    def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
-        """A process has one device, so nothing is shared."""
-        return False
+        ranks = sharding.mesh.mesh.numpy()
+        for at in np.ndindex(*ranks.shape):
+            box = _box(shape, ranks.shape, at, sharding.placements) or ()
+            yield Share(int(ranks[at]), 0, box)
 
     def adapter(self, *, late: bool = False) -> MeshAdapter:
         """The adapter of this process's device."""
@@ -152,7 +129,7 @@ def make() -> MeshBackend:
     return TorchBackend()
 
 
-def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
+def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Placed:
     """The sharding that a user's spec means for a tensor."""
     shape, dtype = row.shape, row.dtype
     sizes = tuple(mesh.mesh.shape)
@@ -165,11 +142,9 @@ def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
         factor = _factor(each)
         if factor is None:
             raise misfit(f"{each} does not say where values lie", "Shard or Replicate")
-        if not -len(shape) <= each.dim < len(shape):
-            raise misfit(f"the tensor has no dim {each.dim}", f"a dim of {len(shape)}")
-        if each.dim < 0:
+        if (dim := specs.dim_of(row, each.dim, misfit)) != each.dim:
             given_factor = {} if type(each) is Shard else {"split_factor": factor}
-            each = type(each)(each.dim + len(shape), **given_factor)
+            each = type(each)(dim, **given_factor)
         made.append(each)
     made += [Replicate()] * (mesh.ndim - len(made))
     if dtype.elements > 1 and shape:
@@ -183,7 +158,7 @@ def _sharding(mesh: Any, row: specs.Row, spec: Any) -> Sharding:
     strided = any(_factor(each) not in (None, 1) for each in made)
     if strided and any(_box(shape, sizes, at, made) is None for at in np.ndindex(*sizes)):
         raise misfit("a shard would be made of rows that lie apart", "stretches of rows")
-    return Sharding(mesh, tuple(made))
+    return Placed(mesh, tuple(made))
 
 
 def _factor(placement: Any) -> int | None:
@@ -233,50 +208,38 @@ def _between(runs: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator
             yield a, b
 
 
-class TorchStore:
+class TorchStore(ReachedStore):
     """The store of a process group: short texts that all processes read and write."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = store
-        self.counts: dict[str, int] = {}
-        self.wrote: dict[str, list[str]] = {}
+    framework = "torch"
 
     def put(self, key: str, text: str) -> None:
         """Writes a text, in place of an older one."""
-        self._reach(self._store.set, key, text)
+        self._reach(self._client.set, key, text)
 
     def first(self, key: str, text: str) -> str:
         """Writes a text if there is none; returns the one that is there, on every process."""
-        return self._reach(self._store.compare_set, key, "", text).decode()
+        return self._reach(self._client.compare_set, key, "", text).decode()
 
     def texts(self, prefix: str, names: Sequence[str]) -> dict[str, str]:
         """The texts that are there of keys `prefix + name`, by name."""
         there = self._there(prefix, names)
         keys = [prefix + name for name in there]
-        found = self._reach(self._store.multi_get, keys) if keys else []
+        found = self._reach(self._client.multi_get, keys) if keys else []
         return {name: text.decode() for name, text in zip(there, found, strict=True)}
 
     def drop(self, keys: Sequence[str]) -> None:
         """Removes texts."""
         for key in keys:
-            self._reach(self._store.delete_key, key)
+            self._reach(self._client.delete_key, key)
 
     def _there(self, prefix: str, names: Sequence[str]) -> list[str]:
         # To list all keys would take time for those that others put there.
-        if not names or self._reach(self._store.check, [prefix + name for name in names]):
+        if not names or self._reach(self._client.check, [prefix + name for name in names]):
             return [*names]
         half = len(names) // 2
         halves = (names[:half], names[half:]) if half else ()
         return [each for some in halves for each in self._there(prefix, some)]
-
-    def _reach(self, act: Any, *given: Any) -> Any:
-        try:
-            return act(*given)
-        except RuntimeError as error:  # DistNetworkError, DistStoreError.
-            raise errors.ProcessError(
-                "the store of torch.distributed can't be reached: process 0 keeps it",
-                found=str(error).splitlines()[0][:300],
-            ) from error
 
 
 class World:
@@ -324,13 +287,9 @@ class TorchLink(Link):
     """
 
     def __init__(self, ranks: tuple[int, ...], width: int, deadline: Deadline) -> None:
-        self._world, self._ranks, self._width = _world(), ranks, width
+        self._world, self._ranks = _world(), ranks
         self._over: Any = None  # NCCL's group.
-        super().__init__((self._world, ranks), deadline)
-
-    def buffer(self) -> Any:
-        """Memory for what is sent: uint8 (processes, width)."""
-        return buffers.allocate(len(self._ranks) * self._width).reshape(-1, self._width)
+        super().__init__((self._world, ranks), deadline, len(ranks), width)
 
     def moves(self, device: Device) -> bool:
         """Whether NCCL can move its bytes (see `Link`)."""

@@ -26,8 +26,8 @@ from mfload.cuda.memory import DeviceBuffer
 from mfload.dlpack import View, capsule
 from mfload.dtypes import TABLE
 from mfload.frameworks import private_api
-from mfload.peer.data import Data, cut, take
-from mfload.peer.transports import Offer, Remote
+from mfload.peer.data import Data, cut, spread
+from mfload.peer.transports import Offer, Remote, malformed
 from mfload.runtime import start
 from mfload.sources.base import Costs
 
@@ -162,9 +162,7 @@ class _Served:
         for n, low, high in cut(data.starts, data.size, start, stop):
             memory = data.arrays[n]
             if getattr(memory, "number", None) == self._place.index:
-                at = memory.address + low
-                part = DeviceBuffer(memory.device, at, high - low, memory, own=False)
-                made.append(_over(torch, part))
+                made.append(_over(torch, memory.buffer.part(low, high - low)))
             else:
                 made.append(torch.from_numpy(memory[low:high].copy()).to(self._place))
         return made[0] if len(made) == 1 else torch.cat(made)
@@ -183,8 +181,7 @@ def connect(given: Any, remote: Remote) -> CollectiveWay | str:
     theirs, key, backend = given.get("rank"), given.get("key"), given.get("backend")
     fine = type(theirs) is int and type(key) is str and backend in ("nccl", "gloo")
     if not fine or not key.startswith("mfload/seed/"):
-        what = "the seed's manifest is malformed: what it says of its process group"
-        raise errors.HeaderError(what, file=remote.name)
+        raise malformed(remote.name, "its process group")
     try:
         torch, rank, mine, place, store = _group()
         if not store.check([key]):
@@ -223,10 +220,7 @@ class CollectiveWay:
                 count = min(_SLOT, size - at)
                 tensor = self._torch.empty(count, dtype=self._torch.uint8, device=self._place)
                 self._receive(tensor, offset + at)
-                slot, done = tensor.cpu().numpy(), 0
-                for part in take(vector, at, at + count):
-                    part[:] = slot[done : done + part.nbytes].data
-                    done += part.nbytes
+                spread(tensor.cpu().numpy(), vector, at, at + count)
 
     def close(self) -> None:
         """Lets the seed's thread end."""

@@ -39,7 +39,7 @@ from mfload.peer import memfd
 from mfload.peer.data import Data, cut, flat, take
 from mfload.peer.http import HttpWay
 from mfload.peer.planner import here
-from mfload.peer.transports import Offer, Remote
+from mfload.peer.transports import Offer, Remote, malformed
 from mfload.sources.base import Costs
 from mfload.sources.timed import Timed
 
@@ -58,13 +58,13 @@ class DeviceMemory:
     def __init__(self, device: Any, address: int, size: int, owner: Any) -> None:
         self.device, self.address, self.size = device, address, size
         self.number: int = device.place[1]
-        self._buffer = DeviceBuffer(device, address, size, owner, own=False)
+        self.buffer = DeviceBuffer(device, address, size, owner, own=False)
 
     def __getitem__(self, part: slice) -> Any:
         low, high, _ = part.indices(self.size)
         made = np.empty(high - low, np.uint8)
         with closing(self.device.stream()) as stream:
-            stream.copy_out(made, self._buffer, low)
+            stream.copy_out(made, self.buffer, low)
             stream.synchronize()
         return made
 
@@ -240,10 +240,9 @@ def _watch(connection: socket.socket, ended: threading.Event, name: str) -> None
 
 def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
     """Takes a lease and opens the handles, if their devices are seen here."""
-    what = "the seed's manifest is malformed: what it says of its devices"
     name: Any = given.get("socket") if isinstance(given, dict) else None
     if not isinstance(given, dict) or not memfd.is_socket(name):
-        raise errors.HeaderError(what, file=remote.name)
+        raise malformed(remote.name, "its devices")
     if given.get("host") != here():
         return "the seed runs on another machine"
     lease, count = _Lease(), sum(len(each.fragments) for each in remote.manifest.entries)
@@ -259,7 +258,7 @@ def connect(given: Any, remote: Remote) -> CudaIpcWay | str:
         if sum(row.nbytes for row in rows) != remote.manifest.size:
             raise ValueError("another size")
     except (errors.FormatError, TypeError, ValueError):
-        raise errors.HeaderError(what, file=remote.name) from None
+        raise malformed(remote.name, "its devices") from None
     way = CudaIpcWay(rows, remote)
     try:
         way.open(lease)
@@ -299,7 +298,7 @@ class _Row:
             raise ValueError("no such array")
 
 
-class _Opened:
+class _Borrowed:
     """An allocation of the seed, closed with its last user; it keeps the lease."""
 
     def __init__(self, device: Any, handle: bytes, lease: _Lease) -> None:
@@ -352,14 +351,14 @@ class CudaIpcWay:
         Raises DeviceError, if none is seen or one can't be opened, or FrameworkMissingError.
         """
         devices = _seen({row.pci: None for row in self._rows if row.pci})
-        opened: dict[tuple[str, bytes], _Opened] = {}
+        opened: dict[tuple[str, bytes], _Borrowed] = {}
         for row in self._rows:
             if row.pci not in devices:
                 self._arrays.append(None)
                 continue
             key = row.pci, row.handle
             if key not in opened:
-                opened[key] = _Opened(devices[row.pci], row.handle, lease)
+                opened[key] = _Borrowed(devices[row.pci], row.handle, lease)
             there = opened[key]
             if row.at + row.nbytes > there.size:
                 what, expected = "an array of the seed ends beyond its memory", there.size
@@ -376,10 +375,7 @@ class CudaIpcWay:
         there, ahead = self._arrays[n], offset - self._starts[n]
         if there is None or ahead + nbytes > there.nbytes:
             return None
-        if nbytes == there.nbytes:
-            return there
-        at = there.address + ahead
-        return DeviceBuffer(there.device, at, nbytes, there.owner, own=False)
+        return there if nbytes == there.nbytes else there.part(ahead, nbytes)
 
     def read(self, vector: Sequence[Any], offset: int) -> None:
         """Fills buffers (see `Way`)."""

@@ -201,6 +201,14 @@ def take(vector: Sequence[Any], start: int, stop: int) -> list[Any]:
     return found
 
 
+def spread(memory: Any, vector: Sequence[Any], start: int, stop: int) -> None:
+    """Copies the first bytes of some memory to a range of the bytes of several buffers."""
+    done = 0
+    for part in take(vector, start, stop):
+        part[:] = memory[done : done + part.nbytes]
+        done += part.nbytes
+
+
 def flat(data: Any) -> Any:
     """Bytes as a flat uint8 array."""
     return np.frombuffer(data, np.uint8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,20 +103,23 @@ def _parts(name: str, array: Any) -> Iterator[_Part]:
     if hasattr(type(array), "addressable_shards"):
         yield from _of_jax(name, array)
     elif hasattr(array, "device_mesh") and "DTensor" in {c.__name__ for c in type(array).__mro__}:
-        local, mesh = array.detach().to_local(), array.device_mesh
-        yield from _of_backend("torch", name, array, local, mesh, tuple(mesh.shape))
+        parts, mesh = [array.detach().to_local()], array.device_mesh
+        yield from _of_backend("torch", name, array, parts, mesh, [*array.placements])
     elif getattr(array, "process_mesh", None) is not None and hasattr(array, "placements"):
-        local = array._local_value()
+        parts = [array._local_value()]
         mesh = array.process_mesh  # Of the C++ core: what has the placements' methods is another.
         ids = np.array(mesh.process_ids).reshape(mesh.shape)
         mesh = sys.modules["paddle"].distributed.ProcessMesh(ids, dim_names=mesh.dim_names)
-        yield from _of_backend("paddle", name, array, local, mesh, ids.shape)
+        yield from _of_backend("paddle", name, array, parts, mesh, [*array.placements])
     elif type(array).__module__.startswith("tensorflow"):
-        yield from _of_tensorflow(name, array)
+        dtensor: Any = getattr(sys.modules["tensorflow"].experimental, "dtensor", None)
+        if dtensor is not None and dtensor.is_dtensor(array):
+            layout, parts = dtensor.fetch_layout(array), dtensor.unpack(array)
+            yield from _of_backend("tensorflow", name, array, parts, layout.mesh, layout)
 
 
 def _of_jax(name: str, array: Any) -> Iterator[_Part]:
-    from mfload.mesh import jax_pieces
+    from mfload.mesh import jax_pieces, jax_specs
 
     if array.is_deleted() or not hasattr(array.sharding, "device_set"):
         return
@@ -126,46 +129,26 @@ def _of_jax(name: str, array: Any) -> Iterator[_Part]:
     spec, mesh = (getattr(array.sharding, each, None) for each in ("spec", "mesh"))
     text = str(array.sharding) if spec is None else f"{spec} on {dict(getattr(mesh, 'shape', {}))}"
     for shard in array.addressable_shards:
-        box = tuple(
-            (part.start or 0, length if part.stop is None else part.stop)
-            for part, length in zip(shard.index, array.shape, strict=True)
-        )
+        box = jax_specs.box_of(shard.index, array.shape)
         yield row, tuple(array.shape), box, shard.data, text
 
 
 def _of_backend(
-    framework: str, name: str, array: Any, local: Any, mesh: Any, sizes: tuple[int, ...]
+    framework: str, name: str, array: Any, parts: Sequence[Any], mesh: Any, spec: Any
 ) -> Iterator[_Part]:
-    """The part of this process of a distributed tensor, by the backend that loads such ones."""
-    (row,) = export({name: local})
+    """The parts of this process of a distributed tensor, by the backend that loads such ones."""
+    (row,) = export({name: parts[0]})
     units, shape = row.dtype.elements, tuple(array.shape)
-    if units > 1 and shape:
+    if units > 1 and shape and framework != "tensorflow":  # There, dims count elements.
         shape = (*shape[:-1], shape[-1] * units)
     backend: Any = meshes.backend(framework)
     nbytes = row.dtype.size_of(shape) or 0
     info = TensorInfo(name, row.dtype, shape, (Piece(0, 0, nbytes),))
     requests = [requesting.Request(info, row.dtype)]
-    spec = list(array.placements)
     (sharding,) = backend.resolve(requests, meshes.MeshArguments(mesh, {name: spec}, "error"))
-    text = f"{', '.join(map(str, spec))} on {' x '.join(map(str, sizes))}"
+    text = str(spec)
+    if isinstance(spec, list):
+        text = f"{', '.join(map(str, spec))} on {' x '.join(map(str, mesh.shape))}"
     for share in backend.shares(sharding, shape):
         if share.process == backend.rank:
-            yield row.dtype, shape, share.box, local, text
-
-
-def _of_tensorflow(name: str, array: Any) -> Iterator[_Part]:
-    dtensor: Any = getattr(sys.modules["tensorflow"].experimental, "dtensor", None)
-    if dtensor is None or not dtensor.is_dtensor(array):
-        return
-    layout = dtensor.fetch_layout(array)
-    parts = dtensor.unpack(array)
-    (row,) = export({name: parts[0]})
-    backend: Any = meshes.backend("tensorflow")
-    shape = tuple(array.shape)
-    info = TensorInfo(name, row.dtype, shape, (Piece(0, 0, row.dtype.size_of(shape) or 0),))
-    requests = [requesting.Request(info, row.dtype)]
-    asked = meshes.MeshArguments(layout.mesh, {name: layout}, "error")
-    (sharding,) = backend.resolve(requests, asked)
-    for share in backend.shares(sharding, shape):
-        if share.process == backend.rank:
-            yield row.dtype, shape, share.box, parts[share.device], str(layout)
+            yield row.dtype, shape, share.box, parts[share.device], text

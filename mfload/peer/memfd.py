@@ -6,6 +6,7 @@ first, once a generation; it has no name, so that nothing is left behind after a
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import socket
@@ -20,7 +21,7 @@ from typing import Any
 from mfload import errors
 from mfload.peer import connections
 from mfload.peer.data import Data
-from mfload.peer.transports import Offer, Remote
+from mfload.peer.transports import Offer, Remote, malformed
 from mfload.runtime import Task, forget_in_forks
 from mfload.sources.base import Costs
 
@@ -119,8 +120,6 @@ class _Giver:
 
     def _copied(self) -> int:
         if self._fd < 0:
-            import fcntl
-
             fd = os.memfd_create("mfload-seed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             try:
                 for start in range(0, self._data.size, _PIECE):
@@ -143,8 +142,7 @@ def connect(given: Any, remote: Remote) -> MemfdWay | str:
     """Takes the copy from the seed; what it sends must have the size of the data."""
     name = given.get("socket") if isinstance(given, dict) else None
     if not is_socket(name):
-        what = "the seed's manifest is malformed: what it says of its socket"
-        raise errors.HeaderError(what, file=remote.name)
+        raise malformed(remote.name, "its socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         try:
             connection.settimeout(remote.stalled)
@@ -189,8 +187,6 @@ def _received(connection: socket.socket, remote: Remote) -> Sequence[int]:
 
 def _sealed(fd: int) -> bool:
     """Whether it is memory that no one changes: no file, which may hang or shrink."""
-    import fcntl
-
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE
     try:
         return fcntl.fcntl(fd, fcntl.F_GET_SEALS) & wanted == wanted

@@ -25,7 +25,7 @@ import numpy as np
 from mfload import errors
 from mfload.peer import connections
 from mfload.peer.data import Data, Spans
-from mfload.peer.transports import Offer, Remote
+from mfload.peer.transports import Offer, Remote, malformed
 from mfload.sources.base import Costs
 
 _SECRET, _WORD = 16, 24
@@ -115,8 +115,7 @@ def _checked(given: Any, remote: Remote) -> tuple[int, tuple[int, bytes], Spans]
             return pid, (address, bytes.fromhex(secret)), spans
     except (KeyError, TypeError, ValueError):
         pass
-    what = "the seed's manifest is malformed: what it says of its memory"
-    raise errors.HeaderError(what, file=remote.name)
+    raise malformed(remote.name, "its memory")
 
 
 class LocalWay:

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from mfload import errors
-from mfload.peer.data import Data, Spans, take
-from mfload.peer.transports import Offer, Remote
+from mfload.peer.data import Data, Spans, spread
+from mfload.peer.transports import Offer, Remote, malformed
 from mfload.runtime import start
 from mfload.sources.base import Costs
 
@@ -96,7 +96,7 @@ def offer(data: Data, generation: int) -> Offer:
     """
     del generation
     try:
-        served = _Served(data)
+        served = _Registered(data)
     except ImportError as error:
         what, expected = "the transport nixl needs a package", "pip install --no-deps nixl-cu13"
         raise errors.FrameworkMissingError(what, expected=expected, found=str(error)) from error
@@ -105,7 +105,7 @@ def offer(data: Data, generation: int) -> Offer:
     return Offer(served.given, served.close, served.asked)
 
 
-class _Served:
+class _Registered:
     """The registered memory of a seed. It is pumped while readers ask for it, and sleeps else."""
 
     def __init__(self, data: Data) -> None:
@@ -170,8 +170,7 @@ def connect(given: Any, remote: Remote) -> NixlWay | str:
         if len(devices) != len(spans.rows) or not fine:
             raise ValueError("no such devices")
     except (KeyError, TypeError, ValueError):
-        what = "the seed's manifest is malformed: what it says of NIXL"
-        raise errors.HeaderError(what, file=remote.name) from None
+        raise malformed(remote.name, "NIXL") from None
     try:
         agent = _agent()
         with _typed():
@@ -217,10 +216,7 @@ class NixlWay:
                     what = "the seed has other weights than when the load began"
                     raise errors.SourceChangedError(what, file=self._remote.name) from error
                 raise
-            done = 0
-            for part in take(vector, at, at + count):
-                part[:] = slot[done : done + part.nbytes].data
-                done += part.nbytes
+            spread(slot, vector, at, at + count)
             self._free.append(slot)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from mfload import errors
 from mfload.peer import manifest as manifests, security, transports
 from mfload.peer.client import Client
-from mfload.peer.data import hasher, overlap, take
+from mfload.peer.data import hasher, overlap, spread, take
 from mfload.peer.manifest import BLOCK, DIGITS, Manifest
 from mfload.peer.transports import Remote, Way
 from mfload.peer_options import PeerOptions
@@ -394,10 +394,7 @@ class PeerHandle(ClosedAtEnd):
                 self._source.refuse(block, kept)
             self._block = block
         low, high = max(offset, start), min(stop, start + len(self._kept))
-        at = low - start
-        for part in take(vector, low - offset, high - offset):
-            part[:] = self._kept[at : at + part.nbytes]
-            at += part.nbytes
+        spread(memoryview(self._kept)[low - start :], vector, low - offset, high - offset)
 
 
 class PeerDeviceReader:

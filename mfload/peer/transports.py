@@ -137,6 +137,13 @@ class Transport(Protocol):
         ...
 
 
+def malformed(name: str, what: str) -> errors.HeaderError:
+    """The error of a seed that says of `what` belongs to a transport what can't be."""
+    return errors.HeaderError(
+        f"the seed's manifest is malformed: what it says of {what}", file=name
+    )
+
+
 def find(name: str) -> Any:
     """The transport of a name; raises UsageError if there is none."""
     if name in TRANSPORTS:
