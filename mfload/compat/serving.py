@@ -51,20 +51,9 @@ class Weights:
         if not isinstance(self._path, str | Mapping | None):
             what, expected = "path is invalid", "a path or URL, or {model: path}"
             raise errors.UsageError(what, expected=expected, found=repr(self._path))
-        if unknown := [key for key in rest if key not in _OPTIONS]:
-            raise errors.UsageError(
-                "model_loader_extra_config has a key that mfload does not know",
-                expected=", ".join(["path", *_OPTIONS]),
-                found=", ".join(map(repr, unknown)),
-            )
-        if isinstance(rest.get("peer"), Mapping):
-            peer = rest["peer"]
-            if unknown := [key for key in peer if key not in _PEER_OPTIONS]:
-                raise errors.UsageError(
-                    "peer in model_loader_extra_config has a key that mfload does not know",
-                    expected=", ".join(_PEER_OPTIONS),
-                    found=", ".join(map(repr, unknown)),
-                )
+        _check_keys("model_loader_extra_config", rest, ["path", *_OPTIONS])
+        if isinstance(peer := rest.get("peer"), Mapping):
+            _check_keys("peer in model_loader_extra_config", peer, _PEER_OPTIONS)
             rest["peer"] = mfload.PeerOptions(**peer)
         self._options = mfload.Options(**rest)
         self._reports: list[mfload.Report] = []
@@ -148,6 +137,12 @@ class Weights:
                 if not self.once and tensor.like.dim() < 2 and tensor.like.nbytes <= _SMALL:
                     tensor.whole.part = _Kept(tensor.whole.part, {}, ())
                 yield name, tensor
+
+
+def _check_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    if unknown := [key for key in given if key not in known]:
+        what, found = f"{where} has a key that mfload does not know", ", ".join(map(repr, unknown))
+        raise errors.UsageError(what, expected=", ".join(known), found=found)
 
 
 def _index_of(path: str | list[str]) -> str | None:
