@@ -17,32 +17,10 @@ from mfload.cuda import numa, past_host
 from mfload.cuda.copies import Copier
 from mfload.cuda.device import Device
 from mfload.cuda.staging import KITS, PinnedSlot, Ring, Staging
-from mfload.io.engine import Observer, Pool, Share
+from mfload.io.engine import Observer, OpenReaders, Pool, Share
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, stored
 from mfload.sources.base import Source
-
-
-class OpenReader:
-    """The reader of the current source; blocks of one source mostly follow each other."""
-
-    def __init__(self, open_reader: Callable[[int], Any]) -> None:
-        self._open = open_reader
-        self._reader: Any = None
-        self._source = -1
-
-    def of(self, source: int) -> Any:
-        """The reader of a source."""
-        if self._reader is None or source != self._source:
-            self.close()
-            self._reader, self._source = self._open(source), source
-        return self._reader
-
-    def close(self) -> None:
-        """Closes the one that is open."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
 
 
 class DeviceWorker:
@@ -69,10 +47,10 @@ class DeviceWorker:
         self._gds = dict(gds)  # Less the files that cuFile gives up on.
         self._note = note
         self._copier = Copier(memory, kit.streams, device)
-        self._readers = OpenReader(open_reader)
+        self._readers = OpenReaders(open_reader)
         make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
-        self._cufile_readers = OpenReader(lambda n: past_host.reader(gds[n], device))
+        self._cufile_readers = OpenReaders(lambda n: past_host.reader(gds[n], device))
         past = lambda: past_host.slot(gds, device, staging.block)  # noqa: E731
         kept = kit.past if past_host.of_files(gds) else None
         self._cufile_ring = Ring(past, staging.depth, share, kept)
