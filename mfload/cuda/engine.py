@@ -13,14 +13,25 @@ from functools import partial
 from typing import Any
 
 from mfload import errors
-from mfload.cuda import numa, past_host
+from mfload.cuda import numa
 from mfload.cuda.copies import Copier
-from mfload.cuda.device import Device
+from mfload.cuda.cufile import CufileReader, CufileSlot
+from mfload.cuda.device import Device, Reader
 from mfload.cuda.staging import KITS, PinnedSlot, Ring, Staging
 from mfload.io.engine import Observer, OpenReaders, Pool, Share
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, stored
 from mfload.sources.base import Source
+
+
+class DeviceSlot:
+    """Device memory for blocks of up to `nbytes`; it is registered nowhere."""
+
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.buffer = device.allocate(nbytes)
+
+    def close(self) -> None:
+        """Does nothing."""
 
 
 class DeviceWorker:
@@ -50,10 +61,11 @@ class DeviceWorker:
         self._readers = OpenReaders(open_reader)
         make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
-        self._cufile_readers = OpenReaders(lambda n: past_host.reader(gds[n], device))
-        past = lambda: past_host.slot(gds, device, staging.block)  # noqa: E731
-        kept = kit.past if past_host.of_files(gds) else None
-        self._cufile_ring = Ring(past, staging.depth, share, kept)
+        self._cufile_readers = OpenReaders(partial(_past_host, gds, device))
+        # Slots of files are registered with cuFile, and kept for other loads.
+        of_files = any(source.file is not None for source in gds.values())
+        past, kept = (CufileSlot, kit.past) if of_files else (DeviceSlot, None)
+        self._cufile_ring = Ring(partial(past, device, staging.block), staging.depth, share, kept)
         readers, rings = [self._cufile_readers, self._readers], [self._ring, self._cufile_ring]
         self._open = [*readers, *rings, self._copier]  # The last is closed first.
 
@@ -90,7 +102,8 @@ class DeviceWorker:
 
     def _filled_by_cufile(self, block: Block) -> bool:
         """Does so through a slot in device memory; False if its reader or a copy can't do that."""
-        there = past_host.holds(self._gds[block.source], block)
+        source: Any = self._gds[block.source]
+        there = source.file is not None or source.on_devices(block.offset, block.nbytes)
         if not there or not self._methods.stay_on_devices(block):
             return False
         slot = None
@@ -104,7 +117,7 @@ class DeviceWorker:
         except errors.MfloadError as error:
             if self._share.block is not block:
                 raise  # A copy of an earlier block failed.
-            source = self._gds.pop(block.source)
+            del self._gds[block.source]
             if source.file is None:
                 raise  # A peer: what it fails at, it fails at on the host as well.
             self._note(f"{source.name}: fell back from gds to pinned: {error}")
@@ -127,6 +140,12 @@ class DeviceWorker:
             raise
 
 
+def _past_host(sources: Mapping[int, Any], device: Device, number: int) -> Reader:
+    """What lands blocks of a source on a device without the host: cuFile, or its own `onto`."""
+    source = sources[number]
+    return CufileReader(source, device) if source.file is not None else source.onto(device)
+
+
 def onto_devices(
     blocks: Sequence[Block],
     memory: list[Any],
@@ -139,8 +158,8 @@ def onto_devices(
 ) -> list[Pool]:
     """The pools of a load onto devices, which share out the threads.
 
-    `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the sources
-    that land past the host, by number (see `past_host`); `note` is told why that failed for one.
+    `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the sources that land
+    past the host, by number (see `device.Reader`); `note` is told why that failed for one.
     `observer` sees what came before it is copied on, but nothing of these.
     """
     devices_of = staging.methods.devices
