@@ -22,7 +22,7 @@ _SMALL = 1 << 20  # Bytes of a vector that is kept.
 _models: dict[str, str] = {}
 
 
-class Loader:
+class WeightsLoader:
     """What the loaders of all serving systems have."""
 
     _weights: Weights
@@ -135,7 +135,7 @@ class Weights:
             if skip is None or not skip(name):
                 # A model may keep all its weights in a list first.
                 if not self.once and tensor.like.dim() < 2 and tensor.like.nbytes <= _SMALL:
-                    tensor.whole.part = _Kept(tensor.whole.part, {}, ())
+                    tensor.whole.part = _KeptVector(tensor.whole.part, {}, ())
                 yield name, tensor
 
 
@@ -155,7 +155,7 @@ def _index_of(path: str | list[str]) -> str | None:
     return None
 
 
-class _Kept:
+class _KeptVector:
     """A lazy part of a small vector, which is kept: vLLM copies biases twice when it reloads."""
 
     def __init__(self, part: Any, kept: dict[Any, Any], indices: tuple[str, ...]) -> None:
@@ -164,12 +164,14 @@ class _Kept:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
 
-    def __getitem__(self, index: Any) -> _Kept:
-        return _Kept(self._part[index], self._kept, (*self._indices, repr(index)))
+    def __getitem__(self, index: Any) -> _KeptVector:
+        return _KeptVector(self._part[index], self._kept, (*self._indices, repr(index)))
 
-    def run(self, *place: Any) -> _Kept | None:
+    def run(self, *place: Any) -> _KeptVector | None:
         part = self._part.run(*place)
-        return None if part is None else _Kept(part, self._kept, (*self._indices, repr(place)))
+        return (
+            None if part is None else _KeptVector(part, self._kept, (*self._indices, repr(place)))
+        )
 
     def __repr__(self) -> str:
         return repr(self._part)

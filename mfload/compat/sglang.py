@@ -26,7 +26,7 @@ def loader() -> type[Any]:
     from sglang.srt.configs.load_config import LoadFormat
     from sglang.srt.model_loader import loader as loaders, weight_utils
 
-    class MfloadModelLoader(loaders.DefaultModelLoader, serving.Loader):  # pyright: ignore
+    class MfloadModelLoader(loaders.DefaultModelLoader, serving.WeightsLoader):  # pyright: ignore
         """Reads what the weight loaders of the model copy, and no more, on every rank.
 
         `model_loader_extra_config` takes `path`, where the weights lie for `mfload.load`, and the

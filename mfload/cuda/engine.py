@@ -14,13 +14,14 @@ from typing import Any
 
 from mfload import errors
 from mfload.cuda import numa
-from mfload.cuda.copies import Copier
+from mfload.cuda.copies import DeviceCopier
 from mfload.cuda.cufile import CufileReader, CufileSlot
 from mfload.cuda.device import Device, Reader
 from mfload.cuda.staging import KITS, PinnedSlot, Ring, Staging
 from mfload.io.engine import Observer, OpenReaders, Pool, Share
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, stored
+from mfload.runtime import close_all
 from mfload.sources.base import Source
 
 
@@ -57,7 +58,7 @@ class DeviceWorker:
         self._observer = observer
         self._gds = dict(gds)  # Less the files that cuFile gives up on.
         self._note = note
-        self._copier = Copier(memory, kit.streams, device)
+        self._copier = DeviceCopier(memory, kit.streams, device)
         self._readers = OpenReaders(open_reader)
         make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
@@ -130,14 +131,7 @@ class DeviceWorker:
 
     def close(self) -> None:
         """Waits for the copies under way, and only then gives the slots back."""
-        try:
-            while self._open:
-                self._open[-1].close()
-                self._open.pop()
-        except BaseException:
-            # Ctrl-C: what it cut short is closed again, and then the rest.
-            self.close()
-            raise
+        close_all(self._open)
 
 
 def _past_host(sources: Mapping[int, Any], device: Device, number: int) -> Reader:
