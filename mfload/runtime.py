@@ -247,6 +247,17 @@ class Crew:
         self.close()
 
 
+def close_all(some: list[Any]) -> None:
+    """Closes and takes out each, the last first; all of them, if it is interrupted."""
+    try:
+        while some:
+            some[-1].close()
+            some.pop()
+    except BaseException:  # Ctrl-C: what it cut short is closed again, and then the rest.
+        close_all(some)
+        raise
+
+
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 

@@ -52,8 +52,6 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (), (_tests("devices", "cupy_stub", "cupy_loads"), "tests/devices")),
     "mfload/cuda/engine.py": ((), (_tests("devices", "overlap", "faults"), "tests/devices")),
     "mfload/cuda/memory.py": ((), (_tests("devices", "memory", "fake"), "tests/devices")),
-    "mfload/cuda/past_host.py": (
-        (), (_tests("peer", "peer_devices"), _tests("devices", "cufile", "gds_loads"))),
     "mfload/cuda/staging.py": (
         (), (_tests("devices", "staging", "overlap", "kits", "slots"), "tests/devices")),
     "mfload/cuda/cufile.py": ((), (_tests("devices", "cufile", "gds", "gds_loads"),)),

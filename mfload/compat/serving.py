@@ -22,7 +22,7 @@ _SMALL = 1 << 20  # Bytes of a vector that is kept.
 _models: dict[str, str] = {}
 
 
-class Loader:
+class WeightsLoader:
     """What the loaders of all serving systems have."""
 
     _weights: Weights
@@ -51,20 +51,9 @@ class Weights:
         if not isinstance(self._path, str | Mapping | None):
             what, expected = "path is invalid", "a path or URL, or {model: path}"
             raise errors.UsageError(what, expected=expected, found=repr(self._path))
-        if unknown := [key for key in rest if key not in _OPTIONS]:
-            raise errors.UsageError(
-                "model_loader_extra_config has a key that mfload does not know",
-                expected=", ".join(["path", *_OPTIONS]),
-                found=", ".join(map(repr, unknown)),
-            )
-        if isinstance(rest.get("peer"), Mapping):
-            peer = rest["peer"]
-            if unknown := [key for key in peer if key not in _PEER_OPTIONS]:
-                raise errors.UsageError(
-                    "peer in model_loader_extra_config has a key that mfload does not know",
-                    expected=", ".join(_PEER_OPTIONS),
-                    found=", ".join(map(repr, unknown)),
-                )
+        _check_keys("model_loader_extra_config", rest, ["path", *_OPTIONS])
+        if isinstance(peer := rest.get("peer"), Mapping):
+            _check_keys("peer in model_loader_extra_config", peer, _PEER_OPTIONS)
             rest["peer"] = mfload.PeerOptions(**peer)
         self._options = mfload.Options(**rest)
         self._reports: list[mfload.Report] = []
@@ -146,8 +135,14 @@ class Weights:
             if skip is None or not skip(name):
                 # A model may keep all its weights in a list first.
                 if not self.once and tensor.like.dim() < 2 and tensor.like.nbytes <= _SMALL:
-                    tensor.whole.part = _Kept(tensor.whole.part, {}, ())
+                    tensor.whole.part = _KeptVector(tensor.whole.part, {}, ())
                 yield name, tensor
+
+
+def _check_keys(where: str, given: Mapping[str, Any], known: list[str]) -> None:
+    if unknown := [key for key in given if key not in known]:
+        what, found = f"{where} has a key that mfload does not know", ", ".join(map(repr, unknown))
+        raise errors.UsageError(what, expected=", ".join(known), found=found)
 
 
 def _index_of(path: str | list[str]) -> str | None:
@@ -160,7 +155,7 @@ def _index_of(path: str | list[str]) -> str | None:
     return None
 
 
-class _Kept:
+class _KeptVector:
     """A lazy part of a small vector, which is kept: vLLM copies biases twice when it reloads."""
 
     def __init__(self, part: Any, kept: dict[Any, Any], indices: tuple[str, ...]) -> None:
@@ -169,12 +164,14 @@ class _Kept:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._part, name)
 
-    def __getitem__(self, index: Any) -> _Kept:
-        return _Kept(self._part[index], self._kept, (*self._indices, repr(index)))
+    def __getitem__(self, index: Any) -> _KeptVector:
+        return _KeptVector(self._part[index], self._kept, (*self._indices, repr(index)))
 
-    def run(self, *place: Any) -> _Kept | None:
+    def run(self, *place: Any) -> _KeptVector | None:
         part = self._part.run(*place)
-        return None if part is None else _Kept(part, self._kept, (*self._indices, repr(place)))
+        return (
+            None if part is None else _KeptVector(part, self._kept, (*self._indices, repr(place)))
+        )
 
     def __repr__(self) -> str:
         return repr(self._part)

@@ -26,7 +26,7 @@ def loader() -> type[Any]:
     from sglang.srt.configs.load_config import LoadFormat
     from sglang.srt.model_loader import loader as loaders, weight_utils
 
-    class MfloadModelLoader(loaders.DefaultModelLoader, serving.Loader):  # pyright: ignore
+    class MfloadModelLoader(loaders.DefaultModelLoader, serving.WeightsLoader):  # pyright: ignore
         """Reads what the weight loaders of the model copy, and no more, on every rank.
 
         `model_loader_extra_config` takes `path`, where the weights lie for `mfload.load`, and the
@@ -54,13 +54,8 @@ def loader() -> type[Any]:
                 UsageError: SGLang quantises the model while it loads, with a loader of its own.
                 MfloadError: As `mfload.load` does.
             """
-            kind = model_config.quantization
-            stored = kind != "auto-round-int8" and model_config._is_already_quantized()
-            if getattr(model_config, "modelopt_quant", None) or (kind in _QUANTISED and not stored):
-                what = "SGLang quantises this model with a loader of its own"
-                raise errors.UsageError(what, expected="--load-format auto", found=kind)
-            given = {"model_config": model_config, "device_config": device_config}
-            model = super().load_model(**given)
+            _check(model_config)
+            model = super().load_model(model_config=model_config, device_config=device_config)
             _log.info("%s", self.report)
             return model
 
@@ -68,22 +63,28 @@ def loader() -> type[Any]:
             path: Any = self._weights.path(source.model_or_path)
             if path is None:
                 given = source.model_or_path, source.revision, False
-                found = self._prepare_weights(*given, source.allow_patterns_overrides)
-                folder, path, _ = found
+                folder, path, _ = self._prepare_weights(*given, source.allow_patterns_overrides)
                 if source.model_config is not None:
                     index, config = "model.safetensors.index.json", source.model_config.hf_config
                     path = weight_utils.maybe_add_mtp_safetensors(path, folder, index, config)
                 if self._weights.once:
                     path = sorted(path)
             rows = self._weights.rows(path)
-            if self.load_config.draft_model_idx is not None:
-                return self._filter_mtp_weights(
-                    rows, source.prefix, self.load_config.draft_model_idx
-                )
+            if (number := self.load_config.draft_model_idx) is not None:
+                return self._filter_mtp_weights(rows, source.prefix, number)
             return ((source.prefix + name, tensor) for name, tensor in rows)
 
     MfloadModelLoader.__qualname__ = MfloadModelLoader.__name__  # For pickles of LoadConfig.
     return MfloadModelLoader
+
+
+def _check(model_config: Any) -> None:
+    """Refuses a model that SGLang quantises while it loads."""
+    kind = model_config.quantization
+    stored = kind != "auto-round-int8" and model_config._is_already_quantized()
+    if getattr(model_config, "modelopt_quant", None) or (kind in _QUANTISED and not stored):
+        what = "SGLang quantises this model with a loader of its own"
+        raise errors.UsageError(what, expected="--load-format auto", found=kind)
 
 
 def __getattr__(name: str) -> Any:

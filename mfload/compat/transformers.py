@@ -22,14 +22,9 @@ from mfload.options import Options
 from mfload.planning.memory import grouped
 
 _REFUSED = (
-    "state_dict",
-    "gguf_file",
-    "variant",
-    "subfolder",
-    "revision",
-    "offload_folder",
+    "state_dict", "gguf_file", "variant", "subfolder", "revision", "offload_folder",
     "quantization_config",
-)
+)  # fmt: skip
 _ELSEWHERE = ("transformers_weights", "extra_files", "quantization_config")
 _PARTED = ("tp_plan", "tp_size", "device_mesh", "distributed_config")
 _THEIRS = "from_pretrained of transformers"
@@ -71,61 +66,34 @@ def from_pretrained(
         MfloadError: As `mfload.load` does.
     """
     path = os.fspath(path)
-    if given.get("revision") == "main":  # As of the Hub by default.
-        del given["revision"]
-    refused = [name for name in _REFUSED if given.get(name)]
-    if given.pop("use_safetensors", None) is False:  # Nothing else is read here.
-        refused.append("use_safetensors")
-    for name in refused:
-        what = f"{name}= is not taken: weights come from a local directory, and go to memory"
-        raise errors.UsageError(what, expected=_THEIRS, file=path)
-    devices = given.get("device_map")
-    if isinstance(devices, dict) and "disk" in devices.values():
-        raise errors.UsageError(_DISK, found=repr(devices)[:200])
-    if os.path.exists(os.path.join(path, "adapter_config.json")):
-        what = "the directory holds an adapter, which would not be loaded"
-        raise errors.UsageError(what, file=path, expected=_THEIRS)
-    auto = getattr(cls, "config_class", None) is None
-    config = given.pop("config", None)
-    if config is None or isinstance(config, str | os.PathLike):
-        from transformers import AutoConfig  # pyright: ignore
-
-        # Arguments that are part of the config go into it; the dtype of the weights is none.
-        kept = {name: given.pop(name) for name in _DTYPE if name in given}
-        maker, where = AutoConfig if auto else cls.config_class, config or path
-        config, given = maker.from_pretrained(where, return_unused_kwargs=True, **given)
-        given |= kept
-    for name in _ELSEWHERE:
-        if found := getattr(config, name, None):
-            what = f"the config names what only a loader of files finds: {name}"
-            raise errors.UsageError(what, file=path, expected=_THEIRS, found=str(found)[:200])
+    _check(path, given)
+    devices, auto = given.get("device_map"), getattr(cls, "config_class", None) is None
+    config, given = _configured(cls, path, auto, given)
     if auto:
         trusted = {"trust_remote_code": True} if given.get("trust_remote_code") else {}
         with torch.device("meta"):
             cls = type(cls.from_config(config, **trusted))
     weights = (os.path.join(path, name) for name in _FIRST)
     first = next(filter(os.path.exists, weights), path)
-    options = options or Options()
+    on_host = options = options or Options()
     parted = any(given.get(name) is not None for name in _PARTED)
-    place = (
-        None if parted or options.engine == "mmap" else _one_device(devices, path, config, given)
-    )
-    on_host = options
+    place = None
+    if not parted and options.engine != "mmap":
+        place = _one_device(devices, path, config, given)
     if place is not None or (options.engine == options.page_cache == "auto" and not parted):
         on_host = dataclasses.replace(options, engine="mmap", page_cache="auto")
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(api.open(first, "torch", "cpu", options=on_host))
         # Of "auto" the first weight of the first file says the dtype.
         names = sorted(opened, key=lambda name: (opened.file_of(opened.info(name)), name))
-        state: Any = {}
+        groups = None
         if (there := _open_there(first, place, options)) is not None:
             groups = _Groups(stack.enter_context(there))
             stack.callback(groups.close)
-            state = {name: _Weight(opened, name, groups) for name in names}
-        elif on_host.engine == "mmap":
-            state = opened.get_tensors(names)
+        if groups is None and on_host.engine == "mmap":
+            state: Any = opened.get_tensors(names)
         else:
-            state = {name: _Weight(opened, name) for name in names}
+            state = {name: _Weight(opened, name, groups) for name in names}
         try:
             made = cls.from_pretrained(None, config=config, state_dict=state, **given)
         except ValueError as error:  # Of device_map="auto" only transformers knows the result.
@@ -142,6 +110,44 @@ def from_pretrained(
         asked = given.get("generation_config"), auto, None, path
         model.adjust_generation_fn(*asked, **local, trust_remote_code=trusted)
     return made
+
+
+def _check(path: str, given: dict[str, Any]) -> None:
+    """Refuses arguments that are not for local safetensors; takes out those that say nothing."""
+    if given.get("revision") == "main":  # As of the Hub by default.
+        del given["revision"]
+    refused = [name for name in _REFUSED if given.get(name)]
+    if given.pop("use_safetensors", None) is False:  # Nothing else is read here.
+        refused.append("use_safetensors")
+    for name in refused:
+        what = f"{name}= is not taken: weights come from a local directory, and go to memory"
+        raise errors.UsageError(what, expected=_THEIRS, file=path)
+    devices = given.get("device_map")
+    if isinstance(devices, dict) and "disk" in devices.values():
+        raise errors.UsageError(_DISK, found=repr(devices)[:200])
+    if os.path.exists(os.path.join(path, "adapter_config.json")):
+        what = "the directory holds an adapter, which would not be loaded"
+        raise errors.UsageError(what, file=path, expected=_THEIRS)
+
+
+def _configured(
+    cls: Any, path: str, auto: bool, given: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The config of a model, and the arguments that are no part of it."""
+    config = given.pop("config", None)
+    if config is None or isinstance(config, str | os.PathLike):
+        from transformers import AutoConfig  # pyright: ignore
+
+        # Arguments that are part of the config go into it; the dtype of the weights is none.
+        kept = {name: given.pop(name) for name in _DTYPE if name in given}
+        maker, where = AutoConfig if auto else cls.config_class, config or path
+        config, given = maker.from_pretrained(where, return_unused_kwargs=True, **given)
+        given |= kept
+    for name in _ELSEWHERE:
+        if found := getattr(config, name, None):
+            what = f"the config names what only a loader of files finds: {name}"
+            raise errors.UsageError(what, file=path, expected=_THEIRS, found=str(found)[:200])
+    return config, given
 
 
 def _one_device(devices: Any, path: str, config: Any, given: dict[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _TRACK = "enable_weights_track"  # A setting of vLLM's default loader.
 
 
-class MfloadModelLoader(DefaultModelLoader, serving.Loader):  # pyright: ignore
+class MfloadModelLoader(DefaultModelLoader, serving.WeightsLoader):  # pyright: ignore
     """Reads what the weight loaders of the model copy, and no more, on every rank.
 
     `model_loader_extra_config` takes `path`, where the weights lie for `mfload.load`, and the

@@ -52,7 +52,7 @@ class Methods:
         )
 
 
-class Copier:
+class DeviceCopier:
     """Gives copies to the streams of one thread, one stream a device.
 
     `memory` has the destination buffers by number, and `streams` the streams that are there

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from mfload.cuda.memory import DeviceBuffer
+from mfload.planning.blocks import Block
 
 CUDA = 2
 """DLPack's device type of CUDA memory (kDLCUDA)."""
@@ -130,3 +131,18 @@ class Device(Protocol):
     def stream(self) -> Stream:
         """A new stream, which waits for no other."""
         ...
+
+
+class Reader(Protocol):
+    """Lands blocks of one source in device memory; used by one thread at a time."""
+
+    def land(self, block: Block, slot: DeviceBuffer) -> int:
+        """Reads a block into a slot that is long enough.
+
+        Returns where in the slot it begins. It lies there for every stream. After an error nothing
+        writes to the slot any more, or the reader keeps its memory.
+        """
+        ...
+
+    def close(self) -> None:
+        """Lets go of the slots. Idempotent; never raises."""

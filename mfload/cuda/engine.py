@@ -13,36 +13,26 @@ from functools import partial
 from typing import Any
 
 from mfload import errors
-from mfload.cuda import numa, past_host
-from mfload.cuda.copies import Copier
-from mfload.cuda.device import Device
+from mfload.cuda import numa
+from mfload.cuda.copies import DeviceCopier
+from mfload.cuda.cufile import CufileReader, CufileSlot
+from mfload.cuda.device import Device, Reader
 from mfload.cuda.staging import KITS, PinnedSlot, Ring, Staging
-from mfload.io.engine import Observer, Pool, Share
+from mfload.io.engine import Observer, OpenReaders, Pool, Share
 from mfload.io.pread import PreadReader
 from mfload.planning.blocks import Block, stored
+from mfload.runtime import close_all
 from mfload.sources.base import Source
 
 
-class OpenReader:
-    """The reader of the current source; blocks of one source mostly follow each other."""
+class DeviceSlot:
+    """Device memory for blocks of up to `nbytes`; it is registered nowhere."""
 
-    def __init__(self, open_reader: Callable[[int], Any]) -> None:
-        self._open = open_reader
-        self._reader: Any = None
-        self._source = -1
-
-    def of(self, source: int) -> Any:
-        """The reader of a source."""
-        if self._reader is None or source != self._source:
-            self.close()
-            self._reader, self._source = self._open(source), source
-        return self._reader
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self.buffer = device.allocate(nbytes)
 
     def close(self) -> None:
-        """Closes the one that is open."""
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            reader.close()
+        """Does nothing."""
 
 
 class DeviceWorker:
@@ -68,14 +58,15 @@ class DeviceWorker:
         self._observer = observer
         self._gds = dict(gds)  # Less the files that cuFile gives up on.
         self._note = note
-        self._copier = Copier(memory, kit.streams, device)
-        self._readers = OpenReader(open_reader)
+        self._copier = DeviceCopier(memory, kit.streams, device)
+        self._readers = OpenReaders(open_reader)
         make = lambda: PinnedSlot(device, staging, note)  # noqa: E731
         self._ring = Ring(make, staging.depth, share, kit.slots)
-        self._cufile_readers = OpenReader(lambda n: past_host.reader(gds[n], device))
-        past = lambda: past_host.slot(gds, device, staging.block)  # noqa: E731
-        kept = kit.past if past_host.of_files(gds) else None
-        self._cufile_ring = Ring(past, staging.depth, share, kept)
+        self._cufile_readers = OpenReaders(partial(_past_host, gds, device))
+        # Slots of files are registered with cuFile, and kept for other loads.
+        of_files = any(source.file is not None for source in gds.values())
+        past, kept = (CufileSlot, kit.past) if of_files else (DeviceSlot, None)
+        self._cufile_ring = Ring(partial(past, device, staging.block), staging.depth, share, kept)
         readers, rings = [self._cufile_readers, self._readers], [self._ring, self._cufile_ring]
         self._open = [*readers, *rings, self._copier]  # The last is closed first.
 
@@ -112,7 +103,8 @@ class DeviceWorker:
 
     def _filled_by_cufile(self, block: Block) -> bool:
         """Does so through a slot in device memory; False if its reader or a copy can't do that."""
-        there = past_host.holds(self._gds[block.source], block)
+        source: Any = self._gds[block.source]
+        there = source.file is not None or source.on_devices(block.offset, block.nbytes)
         if not there or not self._methods.stay_on_devices(block):
             return False
         slot = None
@@ -126,7 +118,7 @@ class DeviceWorker:
         except errors.MfloadError as error:
             if self._share.block is not block:
                 raise  # A copy of an earlier block failed.
-            source = self._gds.pop(block.source)
+            del self._gds[block.source]
             if source.file is None:
                 raise  # A peer: what it fails at, it fails at on the host as well.
             self._note(f"{source.name}: fell back from gds to pinned: {error}")
@@ -139,14 +131,13 @@ class DeviceWorker:
 
     def close(self) -> None:
         """Waits for the copies under way, and only then gives the slots back."""
-        try:
-            while self._open:
-                self._open[-1].close()
-                self._open.pop()
-        except BaseException:
-            # Ctrl-C: what it cut short is closed again, and then the rest.
-            self.close()
-            raise
+        close_all(self._open)
+
+
+def _past_host(sources: Mapping[int, Any], device: Device, number: int) -> Reader:
+    """What lands blocks of a source on a device without the host: cuFile, or its own `onto`."""
+    source = sources[number]
+    return CufileReader(source, device) if source.file is not None else source.onto(device)
 
 
 def onto_devices(
@@ -161,8 +152,8 @@ def onto_devices(
 ) -> list[Pool]:
     """The pools of a load onto devices, which share out the threads.
 
-    `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the sources
-    that land past the host, by number (see `past_host`); `note` is told why that failed for one.
+    `memory` has a uint8 array or a `DeviceBuffer` for each buffer. `gds` are the sources that land
+    past the host, by number (see `device.Reader`); `note` is told why that failed for one.
     `observer` sees what came before it is copied on, but nothing of these.
     """
     devices_of = staging.methods.devices

@@ -47,7 +47,7 @@ class DeviceBuffer:
         return f"<{errors.amount(self.nbytes)} on {self.device.name} at {self.address:#x}>"
 
 
-class Shared:
+class _Locked:
     """Owner of a buffer of the host that a unified device uses: page-locked as long as it lives.
 
     Raises MemoryLimitError if the driver refuses to lock it.
@@ -75,7 +75,7 @@ class Shared:
 
 def share(device: Any, memory: Any) -> DeviceBuffer:
     """A whole buffer of the host as one of a unified device; the host's bytes count as before."""
-    owner = Shared(device, memory)
+    owner = _Locked(device, memory)
     return DeviceBuffer(device, memory.ctypes.data, memory.nbytes, owner, own=False)
 
 

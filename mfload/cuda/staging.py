@@ -23,7 +23,7 @@ from mfload.cuda.device import Device, Event, Stream
 from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
-from mfload.runtime import Forked, in_forks, start
+from mfload.runtime import Forked, close_all, in_forks, start
 
 SLOT = 8 << 20
 """Bytes of a file that a slot holds, at most."""
@@ -241,7 +241,7 @@ class Kits:
             fit = fit[max(0, len(fit) - count) :]
             gone = [kit for device, kit in self._idle if (device, kit) not in fit]
             self._idle = fit
-        _close(gone)
+        close_all(gone)
 
     def give_back(self, most: int = 0, until: float = math.inf) -> bool:
         """Closes the oldest until `most` bytes are left, and those given by the time `until`.
@@ -258,7 +258,7 @@ class Kits:
                 self._timer.set()
                 self._timer = None
         there = bool(gone)
-        _close(gone)
+        close_all(gone)
         return there
 
     def close(self) -> None:
@@ -290,16 +290,6 @@ class Kits:
 KITS = Kits()
 atexit.register(KITS.close)
 in_forks(KITS.renew)
-
-
-def _close(kits: list[Kit]) -> None:
-    try:
-        while kits:
-            kits[-1].close()
-            kits.pop()
-    except BaseException:  # Ctrl-C: what it cut short is closed again, and then the rest.
-        _close(kits)
-        raise
 
 
 def _whole(size: Staging) -> int:

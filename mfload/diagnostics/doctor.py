@@ -108,5 +108,5 @@ def _onto_device(
         return verdicts[path].real, verdicts[path].why
 
     onto += Deadline(timeout).bound(
-        lambda: route.choose_onto_device(wanted, "auto", "auto", past), "looking at the files"
+        lambda: route.choose(wanted, "auto", "auto", past), "looking at the files"
     )

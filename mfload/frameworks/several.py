@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -24,9 +23,9 @@ if TYPE_CHECKING:
 class SeveralAdapter(Adapter):
     """An adapter made of others of one framework, one a device (see `base.Adapter`).
 
-    Each request is for one of them, by its number in `Request.devices`, and each array is a tuple
-    of one here. `choose` gives that number for a tensor's name, None if no rule says. Default: all
-    parts get all tensors.
+    Each request is for one of them, by its number in `Request.devices`, and each array is a tuple,
+    one for each device. `choose` gives that number for a tensor's name, None if no rule says.
+    Default: all parts get all tensors.
     """
 
     def __init__(
@@ -90,41 +89,37 @@ class SeveralAdapter(Adapter):
         return self._owners[self.devices[number]].pool(0)
 
     def wrap(self, views: Sequence[View]) -> list[Any]:
-        arrays = self._by_part(views, lambda part, mine: part.wrap(mine))
-        return [(array,) for array in arrays]
+        return self._by_part(list(views), lambda part, mine: part.wrap(mine))
 
     def lend(self, requests: Sequence[Request]) -> list[Lent]:
-        lent = self._by_part(requests, lambda part, mine: part.lend(mine))
-        return [Lent((each.array,), each.memory) for each in lent]
+        firsts = [request._replace(devices=request.devices[:1]) for request in requests]
+        lent = self._by_part(firsts, lambda part, mine: part.lend(mine))
+        return [Lent((each.array,), each.memory) for (each,) in lent]
 
-    def _by_part(self, items: Sequence[Any], act: Callable[[Adapter, list[Any]], Any]) -> list[Any]:
-        """What each part makes of the items that are for it, in the order of the items."""
-        at: dict[int, list[int]] = {}
+    def _by_part(
+        self, items: Sequence[Any], act: Callable[[Adapter, list[Any]], Any]
+    ) -> list[tuple[Any, ...]]:
+        """What the parts make of each item, one for each of its devices, in their order."""
+        at: dict[int, list[tuple[int, int]]] = {}
         for n, item in enumerate(items):
-            at.setdefault(item.devices[0], []).append(n)
-        made: dict[int, Any] = {}
+            for place, number in enumerate(item.devices):
+                at.setdefault(number, []).append((n, place))
+        made: list[list[Any]] = [[None] * len(item.devices) for item in items]
         for number, mine in at.items():
-            results = act(self._parts[number], [items[n] for n in mine])
-            made.update(zip(mine, results, strict=True))
-        return [made[n] for n in range(len(items))]
+            results = act(self._parts[number], [items[n] for n, _ in mine])
+            for (n, place), each in zip(mine, results, strict=True):
+                made[n][place] = each
+        return list(map(tuple, made))
 
 
 class MeshAdapter(SeveralAdapter):
     """An adapter for the devices of a process in a mesh: requests name their devices already.
 
-    An array is a tuple, one for each device of a request; devices in host memory may share one.
+    Devices in host memory may share one array.
     """
 
     assign = Adapter.assign  # pyright: ignore[reportAssignmentType]
     results = Adapter.results  # pyright: ignore[reportAssignmentType]
-
-    def wrap(self, views: Sequence[View]) -> list[Any]:
-        made: list[list[Any]] = [[] for _ in views]
-        for number, part in enumerate(self._parts):
-            mine = [n for n, view in enumerate(views) if number in view.devices]
-            for n, array in zip(mine, part.wrap([views[n] for n in mine]), strict=True):
-                made[n].append((views[n].devices.index(number), array))
-        return [tuple(array for _, array in sorted(each, key=itemgetter(0))) for each in made]
 
 
 class InPlaceAdapter(Adapter):

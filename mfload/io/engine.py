@@ -19,6 +19,7 @@ from mfload.errors import MfloadError, counted
 from mfload.io.buffers import WorkerSlot
 from mfload.planning.blocks import Block, Lot, stored
 from mfload.runtime import Deadline, start as start_thread
+from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
     import threading
@@ -270,6 +271,30 @@ def _wait_for_memory(there: threading.Event, stop: threading.Event) -> None:
         raise MfloadError("the load was given up")
 
 
+class OpenReaders(ClosedAtEnd):
+    """The readers of one thread, by source; the `most` that were opened last stay open.
+
+    Blocks of one source mostly follow each other.
+    """
+
+    def __init__(self, open_reader: Callable[[int], Any], most: int = 1) -> None:
+        self._open_reader, self._most, self._readers = open_reader, most, dict[int, Any]()
+
+    def of(self, source: int) -> Any:
+        """The reader of a source."""
+        reader = self._readers.get(source)
+        if reader is None:
+            if len(self._readers) == self._most:
+                self._readers.pop(next(iter(self._readers))).close()
+            reader = self._readers[source] = self._open_reader(source)
+        return reader
+
+    def close(self) -> None:
+        """Closes those that are open."""
+        while self._readers:
+            self._readers.popitem()[1].close()
+
+
 def fill(
     open_reader: Callable[[int], Any],
     memory: list[Any],
@@ -283,43 +308,34 @@ def fill(
     `protection` is a `ForkProtection` of the buffers that a disk writes to; of encoded blocks, some
     go on with what is `unfinished`.
     """
-    slot, window, reader, source = WorkerSlot(), WorkerSlot(), None, -1
+    slot, window = WorkerSlot(), WorkerSlot()
     saw, track = None if observer is None else observer.saw, share.track
-    with protection:
-        try:
-            for block in share:
-                # Blocks of one source mostly follow each other.
-                if reader is None or block.source != source:
-                    if reader is not None:
-                        reader.close()
-                        reader = None
-                    reader, source = open_reader(block.source), block.source
-                if track is not None:
-                    track.begin(_work(block))
-                if block.decode is not None:
-                    from mfload.io import decode  # Late: raw tensors do without.
+    with protection, OpenReaders(open_reader) as readers:
+        for block in share:
+            reader, source = readers.of(block.source), block.source
+            if track is not None:
+                track.begin(_work(block))
+            if block.decode is not None:
+                from mfload.io import decode  # Late: raw tensors do without.
 
-                    given = memory, slot, window, saw, share.stopped, unfinished
-                    decode.fill(block, reader, *given)
-                    if track is not None:
-                        track.mark("decode", block.filled, source)
-                    share.done(block)
-                    continue
-                landed = reader.fill(block, memory, slot)
-                if track is not None and not track.reads:
-                    track.mark("map", block.nbytes, source)
-                elif track is not None and (landed is not None or block.staged):
-                    track.mark("copy", block.wanted, source)
-                if saw is not None:
-                    for offset, data in stored(block, memory, landed):
-                        saw(source, offset, data, share.stopped)
-                    if track is not None:
-                        track.mark("check", 0, source)
-                landed = data = None  # A longer slot replaces this one.
+                given = memory, slot, window, saw, share.stopped, unfinished
+                decode.fill(block, reader, *given)
+                if track is not None:
+                    track.mark("decode", block.filled, source)
                 share.done(block)
-        finally:
-            if reader is not None:
-                reader.close()
+                continue
+            landed = reader.fill(block, memory, slot)
+            if track is not None and not track.reads:
+                track.mark("map", block.nbytes, source)
+            elif track is not None and (landed is not None or block.staged):
+                track.mark("copy", block.wanted, source)
+            if saw is not None:
+                for offset, data in stored(block, memory, landed):
+                    saw(source, offset, data, share.stopped)
+                if track is not None:
+                    track.mark("check", 0, source)
+            landed = data = None  # A longer slot replaces this one.
+            share.done(block)
 
 
 def _work(block: Block) -> str:
@@ -332,17 +348,11 @@ def _work(block: Block) -> str:
 def hand_on(open_reader: Callable[[int], Any], place: Place, share: Share) -> None:
     """Reads lots, and hands them to a place."""
     slot, others, window, own = (WorkerSlot() for _ in range(4))
-    readers: dict[int, Any] = {}
-    try:
+    with OpenReaders(open_reader, _OPEN) as readers:
         for lot in share:
             memory, first = [own.bytes(lot.size)[: lot.size]] if lot.size else [], None
             for number, block in enumerate(lot.blocks):
-                share.block = block
-                reader = readers.get(block.source)
-                if reader is None:
-                    if len(readers) == _OPEN:
-                        readers.pop(next(iter(readers))).close()
-                    reader = readers[block.source] = open_reader(block.source)
+                share.block, reader = block, readers.of(block.source)
                 if block.decode is not None:
                     from mfload.io import decode  # Late: raw tensors do without.
 
@@ -362,6 +372,3 @@ def hand_on(open_reader: Callable[[int], Any], place: Place, share: Share) -> No
                 place.take(lot, len(lot.blocks) - 1, memory[0], share.stopped)
             share.count(lot.nbytes if lot.kept or memory else 0)
             memory = data = first = None  # Longer slots replace these.
-    finally:
-        while readers:
-            readers.popitem()[1].close()

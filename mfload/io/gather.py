@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -296,41 +297,32 @@ def open_gather(
     local = all(source.file is not None for source in sources)
     direct = local and any(leg.direct for leg in legs)
     why = next((leg.why for leg in legs if leg.direct), legs[0].why if legs else "nothing to read")
-    handles: list[Handle] = []
-    against: list[str] = []
-    unit = 1
-    try:
+    against, unit, handles = list[str](), 1, list[Handle]()
+    with ExitStack() as opened:
         if direct:
             try:
                 from mfload.io.probes import direct_alignment
 
-                handles.extend(source.open(os.O_DIRECT) for source in sources)
+                handles = [opened.enter_context(each.open(os.O_DIRECT)) for each in sources]
                 unit = max(max(direct_alignment(each.fd) or (4096,)) for each in handles)
                 problem = _try(handles, sizes, unit, lambda fd, view: os.preadv(fd, [view], 0))
             except errors.SourceError as error:  # Of several file systems, some may refuse it.
                 problem = str(error)
             if problem is not None:
                 why, direct, unit = f"no O_DIRECT: {problem}", False, 1
-                _close(handles)
+                opened.close()
         if not direct:
-            handles.extend(source.open() for source in sources)
+            handles = [opened.enter_context(each.open()) for each in sources]
 
         def works(make: Callable[[], Uring]) -> str | None:
             return _try(handles, sizes, unit, lambda fd, view: _try_ring(make(), fd, view))
 
         name, make = _choose(engine, local, depth, works, against)
-    except BaseException:
-        _close(handles)
-        raise
-    how = "O_DIRECT" if direct else "page cache" if local else "not a local file"
-    return Gather(
-        sources, handles, name, "; ".join([f"{how}: {why}", *against]), unit, make, depth, threads
-    )
-
-
-def _close(handles: list[Handle]) -> None:
-    while handles:
-        handles.pop().close()
+        how = "O_DIRECT" if direct else "page cache" if local else "not a local file"
+        why = "; ".join([f"{how}: {why}", *against])
+        made = Gather(sources, handles, name, why, unit, make, depth, threads)
+        opened.pop_all()  # They are its own.
+        return made
 
 
 def _try(

@@ -25,7 +25,7 @@ _PART = 64 << 20
 _WILLNEED = 3  # Of `madvise`; the module `mmap` has it on some systems.
 
 
-class _Map:
+class _FileMap:
     """Owner of a private map of a file. NumPy keeps it alive as the base of the arrays over it.
 
     It holds no descriptor, as Python's maps do before 3.13: a thousand shards would exceed the
@@ -74,7 +74,7 @@ def map_file(
         if (size := os.fstat(opened.fd).st_size) < begin + length:
             raise shrunk(source.name, begin + length, size)
         try:
-            array = np.asarray(_Map(buffers.libc(), opened.fd, begin, length))
+            array = np.asarray(_FileMap(buffers.libc(), opened.fd, begin, length))
         except (OSError, ValueError) as error:
             raise errors.MemoryLimitError(
                 "the file could not be mapped", file=source.name, found=str(error)

@@ -62,46 +62,29 @@ def choose(
     wanted: Sequence[tuple[Source, int]],
     engine: str,
     page_cache: str = "auto",
+    past: PastHost | None = None,
     *,
     keeps: bool = True,
 ) -> tuple[Leg, ...]:
     """Chooses an engine for each file, which comes with the bytes that are to be read of it.
 
-    Default: the page cache may keep what is read, if `page_cache` does not say otherwise.
+    Default: the page cache may keep what is read, if `page_cache` does not say otherwise. With
+    `past` something lands on a device; the engines "pread" and "direct" say how the pinned stage
+    reads.
     """
-    legs: list[Leg] = []
-    for source, nbytes in wanted:
-        legs.append(_leg(source, nbytes, engine, page_cache))
+    inner, unit = engine, None
+    if past is not None:
+        inner, unit = "auto" if engine in _ON_DEVICES else engine, buffers.PAGE
+    legs = [_leg(source, nbytes, inner, page_cache, unit) for source, nbytes in wanted]
+    made = legs
     if (keeps or page_cache == "keep") and engine != "direct" and True in map(_DIRECT, legs):
-        legs = _next_load(legs, wanted, page_cache)
-    for leg in legs:
+        made = _next_load(legs, wanted, page_cache)
+    if past is not None:
+        cold = sum(nbytes for leg, (_, nbytes) in zip(legs, wanted, strict=True) if leg.direct)
+        pairs = zip(legs, made, strict=True)
+        made = [_onto_device(*pair, cold, engine, page_cache, past) for pair in pairs]
+    for leg in made:
         _log(leg, engine, page_cache)
-    return tuple(legs)
-
-
-def choose_onto_device(
-    wanted: Sequence[tuple[Source, int]],
-    engine: str,
-    page_cache: str,
-    past: PastHost,
-    *,
-    keeps: bool = True,
-) -> tuple[Leg, ...]:
-    """The same for files of which something lands on a device.
-
-    The engines "pread" and "direct" say how the pinned stage reads.
-    """
-    inner = "auto" if engine in _ON_DEVICES else engine
-    legs = [_leg(source, nbytes, inner, page_cache, buffers.PAGE) for source, nbytes in wanted]
-    keeps = keeps or page_cache == "keep"
-    kept = _next_load(legs, wanted, page_cache) if keeps and engine != "direct" else legs
-    cold = sum(nbytes for leg, (_, nbytes) in zip(legs, wanted, strict=True) if leg.direct)
-    made: list[Leg] = []
-    for leg, through in zip(legs, kept, strict=True):
-        # cuFile, where it is real, is preferred to both ways through the host.
-        asks = engine == "gds" or (engine == "auto" and leg.direct and page_cache != "keep")
-        made.append(_onto_device(leg, through, cold if asks else None, engine, past))
-        _log(made[-1], engine, page_cache)
     return tuple(made)
 
 
@@ -222,10 +205,16 @@ def _leg(source: Source, nbytes: int, engine: str, page_cache: str, unit: int | 
     return Leg(source.name, "direct", why, cached, direct=True)
 
 
-def _onto_device(leg: Leg, kept: Leg, cold: int | None, engine: str, past: PastHost) -> Leg:
-    """The leg onto a device: past the host, if `cold` bytes are to be asked about, or `kept`."""
+def _onto_device(
+    leg: Leg, kept: Leg, cold: int, engine: str, page_cache: str, past: PastHost
+) -> Leg:
+    """The leg onto a device: past the host, if cuFile reads it so, or `kept`.
+
+    Of all files, `cold` bytes are to come from disks.
+    """
     why = f"{'O_DIRECT' if kept.direct else 'buffered'}: {kept.why}"
-    if cold is not None:
+    # cuFile, where it is real, is preferred to both ways through the host.
+    if engine == "gds" or (engine == "auto" and leg.direct and page_cache != "keep"):
         real, said = past(leg.file, None if engine == "gds" else cold)
         if real:
             return leg._replace(engine="gds", why=f"{leg.why}; {said}", past_host=True)

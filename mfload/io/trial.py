@@ -27,14 +27,14 @@ _LEFT = 4
 T = TypeVar("T")
 
 
-class Way(NamedTuple):
+class ReadWay(NamedTuple):
     """How files are read: with O_DIRECT or through the page cache, and by how many readers."""
 
     direct: bool
     readers: int
 
 
-_Search = Generator[Way, float, T]
+_Search = Generator[ReadWay, float, T]
 
 
 class Trial:
@@ -63,7 +63,7 @@ class Trial:
         through: int | None = None,
         past: bool = True,
     ) -> None:
-        self.speeds: dict[Way, float] = {}
+        self.speeds: dict[ReadWay, float] = {}
         self._left, self._block = nbytes, block
         self._search = _search(max(least, min(BEGIN, most)), least, most, through, past)
         self.way, self.over = next(self._search), False
@@ -89,7 +89,7 @@ class Trial:
         elif self._seconds >= _SECONDS and self._nbytes >= _BLOCKS * self._block * self.way.readers:
             self._next(self.way, self._nbytes / self._seconds)
 
-    def _next(self, before: Way, speed: float) -> None:
+    def _next(self, before: ReadWay, speed: float) -> None:
         """Goes on to the next way to measure, or to the best one for the rest of the load."""
         self.speeds[before] = max(speed, self.speeds.get(before, 0.0))
         through = self._speed(False)
@@ -103,7 +103,7 @@ class Trial:
         self._settling = max(self._unsettled(before), self._unsettled(self.way))
         self._seconds = self._nbytes = 0
 
-    def _unsettled(self, way: Way) -> int:
+    def _unsettled(self, way: ReadWay) -> int:
         return _SETTLING * self._block * way.readers
 
     @property
@@ -115,7 +115,7 @@ class Trial:
     def _speed(self, direct: bool) -> float:
         return max((speed for way, speed in self.speeds.items() if way.direct == direct), default=0)
 
-    def _fastest(self, direct: bool) -> Way:
+    def _fastest(self, direct: bool) -> ReadWay:
         """Of numbers that are about as fast, the fewest readers."""
         fast = self._speed(direct) / _ALIKE
         ways = (way for way, speed in self.speeds.items() if speed >= fast)
@@ -133,20 +133,20 @@ class Trial:
 def _search(first: int, least: int, most: int, through: int | None, past: bool) -> _Search[None]:
     """Gives ways to measure, and takes their speeds, until the best ones are among them."""
     kept = 0.0
-    start = Way(False, min(first, through or first))
+    start = ReadWay(False, min(first, through or first))
     if through is not None:
         kept = yield start
     if past:
-        speed = yield Way(True, first)
+        speed = yield ReadWay(True, first)
         if speed >= kept:  # Else other numbers are not expected to make up for that.
-            speed = yield from _climb(Way(True, first), speed, least, most)
+            speed = yield from _climb(ReadWay(True, first), speed, least, most)
             if speed >= kept * WORTH and (through is None or speed >= WORTH * (yield start)):
                 return
     if through is not None:
         yield from _climb(start, kept, min(least, through), through)
 
 
-def _climb(way: Way, speed: float, least: int, most: int) -> _Search[float]:
+def _climb(way: ReadWay, speed: float, least: int, most: int) -> _Search[float]:
     """Tries more readers, or else fewer, while that helps; returns the best speed."""
     for times in (2.0, 0.5):
         readers = way.readers

@@ -441,7 +441,7 @@ class Session:
         past = functools.partial(gds.check, self._devices, options.deadline, against)
         keeps = not any(device.unified for device in self._devices)
         how = options.engine, options.page_cache, past
-        legs = routing.choose_onto_device(files, *how, keeps=keeps)
+        legs = routing.choose(files, *how, keeps=keeps)
         made: list[routing.Leg] = []
         for (one, _), leg in zip(files, legs, strict=True):
             source: Any = one

@@ -273,7 +273,7 @@ class PeerSource:
         return self.way.on_devices(offset, nbytes)  # pyright: ignore - of one that `lands`
 
     def onto(self, device: Any) -> PeerDeviceReader:
-        """What lands blocks on a device without the host (see `past_host.Reader`)."""
+        """What lands blocks on a device without the host (see `device.Reader`)."""
         return PeerDeviceReader(self, device)
 
     def beside(self, name: str) -> PeerSource:
@@ -398,7 +398,7 @@ class PeerHandle(ClosedAtEnd):
 
 
 class PeerDeviceReader:
-    """Lands blocks of a seed on a device (see `past_host.Reader`)."""
+    """Lands blocks of a seed on a device (see `device.Reader`)."""
 
     def __init__(self, source: PeerSource, device: Any) -> None:
         self._source = source

@@ -8,7 +8,7 @@ from devices.fake import FakeDevice, span
 from hypothesis import given, strategies as st
 
 from mfload.cuda import copies
-from mfload.cuda.copies import Copier, rows
+from mfload.cuda.copies import DeviceCopier, rows
 from mfload.cuda.device import Rows
 from mfload.planning.blocks import Block, Copy, Segment
 
@@ -59,7 +59,7 @@ def test_a_replica_behind_what_took_its_room() -> None:
     numbers = np.arange(2 * count, dtype=kind)
     with pinned(devices[0], numbers.nbytes) as landed, pinned(devices[0], 2 * count) as spare:
         landed[:] = numbers.view(np.uint8)
-        copier = Copier(list(memory))
+        copier = DeviceCopier(list(memory))
         block = Block(0, 0, numbers.nbytes, (first, second, replica))
         for event in copier.copy(block, landed, spare=spare):
             event.wait()
@@ -82,7 +82,7 @@ def test_what_is_given_on_before_its_room_is_taken_has_left_it() -> None:
     numbers = np.frombuffer(noise(3 * count).tobytes(), np.uint8).astype("f4")
     with pinned(devices[0], numbers.nbytes) as landed, pinned(devices[0], 2 * count) as spare:
         landed[:] = numbers.view(np.uint8)
-        copier = Copier(list(memory))
+        copier = DeviceCopier(list(memory))
         for event in copier.copy(Block(0, 0, numbers.nbytes, segments), landed, spare=spare):
             event.wait()
         copier.close()

@@ -25,7 +25,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mfload
 from mfload import dtypes, errors
 from mfload.cuda import discovery, gds, memory, staging
-from mfload.cuda.copies import Copier
+from mfload.cuda.copies import DeviceCopier
 from mfload.cuda.gds import Verdict
 from mfload.formats import checkpoint
 from mfload.io import buffers, probes
@@ -316,7 +316,7 @@ def test_what_begins_within_its_segment(there: int) -> None:
     given[:] = samples.numbers((4096,), np.uint8)
     copy = Copy((5, 6), (20, 1), 7, np.dtype("uint8"), np.dtype("uint8"))
     block = Block(0, 1000, 500, (Segment(1100, 200, 0, 512, copy),))
-    copier = Copier([target])
+    copier = DeviceCopier([target])
     for event in copier.copy(block, landed, 300):
         event.wait()
     first = 300 + 100 + 7

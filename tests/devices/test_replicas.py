@@ -19,7 +19,7 @@ from hypothesis import given, strategies as st
 import mfload
 from mfload import errors
 from mfload.cuda import discovery, staging
-from mfload.cuda.copies import Copier
+from mfload.cuda.copies import DeviceCopier
 from mfload.cuda.cupy_device import CupyDevice
 from mfload.dtypes import TABLE
 from mfload.formats import checkpoint
@@ -136,7 +136,7 @@ def test_the_same_bytes_on_the_host_and_on_devices() -> None:
     host = [np.zeros(100, np.uint8) for _ in range(2)]
     memory: list[Any] = [*host, one.allocate(100), two.allocate(100), one.allocate(100)]
     segments = tuple(Segment(8, 100, number, 0) for number in range(5))
-    copier = Copier(memory, near=two)
+    copier = DeviceCopier(memory, near=two)
     for event in copier.copy(Block(0, 0, 4096, segments, 100), stage, spare=stage[:0]):
         event.wait()
     copier.close()

@@ -236,7 +236,7 @@ def test_the_way_onto_a_device(
     for real, expected in zip((True, False), engines, strict=True):
         past = lambda *_, real=real: (real, "as told" if real else "no")  # noqa: E731
         wanted = [(LocalFile(large), 9 << 20)]
-        (leg,) = route.choose_onto_device(wanted, engine, page_cache, past)
+        (leg,) = route.choose(wanted, engine, page_cache, past)
         name, _, how = expected.partition(", ")
         assert leg.engine == name
         assert leg.why.startswith(how)

@@ -22,7 +22,7 @@ from hypothesis import given, strategies as st
 import mfload
 from mfload.cuda import staging
 from mfload.io import buffers, engine, probes, route, trial
-from mfload.io.trial import Trial, Way
+from mfload.io.trial import ReadWay, Trial
 from mfload.loading import execute
 from mfload.planning import memory
 from mfload.planning.blocks import Block
@@ -33,11 +33,11 @@ H200 = {2: 2.0, 4: 2.6, 8: 1.95, 16: 1.85}
 """GB/s of O_DIRECT by readers, of 4 MiB, on a virtual disk that was measured."""
 
 
-def _load(tried: Trial, nbytes: int, speed: Callable[[Way], float]) -> float:
+def _load(tried: Trial, nbytes: int, speed: Callable[[ReadWay], float]) -> float:
     """Seconds of a load from a disk which reads so many bytes a second each way."""
     now, block = 0.0, 4 * MIB
     tried.resume(now)
-    under_way = collections.deque[Way]()
+    under_way = collections.deque[ReadWay]()
     while nbytes > 0:
         while len(under_way) < tried.way.readers:
             under_way.append(tried.way)
@@ -52,8 +52,8 @@ def test_readers_are_few_where_the_disk_likes_few() -> None:
     tried = Trial(nbytes, 4 * MIB, 1, 16, 8)
     speed = lambda way: 1e9 * (H200[way.readers] if way.direct else 1.83)  # noqa: E731
     seconds = _load(tried, nbytes, speed)
-    assert tried.way == Way(True, 4)
-    assert [*tried.speeds] == [Way(False, 4), *(Way(True, n) for n in (4, 8, 2))]
+    assert tried.way == ReadWay(True, 4)
+    assert [*tried.speeds] == [ReadWay(False, 4), *(ReadWay(True, n) for n in (4, 8, 2))]
     assert tried.gain == pytest.approx(2.6 / 1.83, rel=0.1)
     assert nbytes / 2.6e9 <= seconds < 1.05 * nbytes / 2.6e9
 
@@ -63,7 +63,7 @@ def test_where_the_page_cache_is_fast_it_keeps_the_files() -> None:
     for past, ways in ((1.19, 6), (0.9, 4)):
         tried = Trial(nbytes, 4 * MIB, 1, 16, 8)
         seconds = _load(tried, nbytes, lambda way, past=past: 2e9 * (past if way.direct else 1.0))
-        assert tried.way == Way(False, 2)  # All are alike.
+        assert tried.way == ReadWay(False, 2)  # All are alike.
         assert len(tried.speeds) == ways  # More readers are tried only where some are no slower.
         assert seconds < 1.02 * nbytes / 2e9
 
@@ -72,7 +72,7 @@ def test_one_look_at_the_page_cache_is_not_enough_to_give_it_up() -> None:
     """A disk that is slow to begin with, whatever the way."""
     tried, came = Trial(8 << 30, 4 * MIB, 1, 16, 8), [0]
 
-    def speed(way: Way) -> float:
+    def speed(way: ReadWay) -> float:
         came[0] += 1
         return 1e9 if came[0] < 40 else 2e9
 
@@ -83,13 +83,13 @@ def test_one_look_at_the_page_cache_is_not_enough_to_give_it_up() -> None:
 def test_files_that_stay_in_the_page_cache_are_tried_by_numbers_alone() -> None:
     tried = Trial(8 << 30, 4 * MIB, 1, 8, 8, past=False)
     _load(tried, 8 << 30, lambda way: 1e9 * H200[way.readers])
-    assert [*tried.speeds] == [Way(False, n) for n in (4, 8, 2)]
-    assert tried.way == Way(False, 4)
+    assert [*tried.speeds] == [ReadWay(False, n) for n in (4, 8, 2)]
+    assert tried.way == ReadWay(False, 4)
     assert tried.gain is None
 
 
 def test_a_short_load_tries_nothing() -> None:
-    for through, way in ((8, Way(False, 4)), (None, Way(True, 4))):
+    for through, way in ((8, ReadWay(False, 4)), (None, ReadWay(True, 4))):
         tried = Trial(128 * MIB, 4 * MIB, 1, 8, through)
         _load(tried, 128 * MIB, lambda _: 2e9)
         assert tried.way == way
@@ -100,18 +100,18 @@ def test_a_short_load_tries_nothing() -> None:
 def test_what_is_left_must_be_worth_another_trial() -> None:
     tried = Trial(1 << 30, 4 * MIB, 1, 16)
     _load(tried, 1 << 30, lambda way: 1e9 * H200[way.readers])
-    assert [*tried.speeds] == [Way(True, 4)]  # Of which each moment reads a quarter.
+    assert [*tried.speeds] == [ReadWay(True, 4)]  # Of which each moment reads a quarter.
     tried = Trial(1 << 30, 4 * MIB, 1, 16, 8)
     _load(tried, 1 << 30, lambda way: 4e9 if way.direct else 2e9)
-    assert [*tried.speeds] == [Way(False, 4), Way(True, 4)]
-    assert tried.way == Way(False, 4)  # The little that is left is better kept.
+    assert [*tried.speeds] == [ReadWay(False, 4), ReadWay(True, 4)]
+    assert tried.way == ReadWay(False, 4)  # The little that is left is better kept.
 
 
 def test_a_number_that_was_asked_for_stays() -> None:
     tried = Trial(8 << 30, 4 * MIB, 3, 3, 3)
     _load(tried, 8 << 30, lambda way: 3e9 if way.direct else 1e9)
-    assert tried.way == Way(True, 3)
-    assert [*tried.speeds] == [Way(False, 3), Way(True, 3)]
+    assert tried.way == ReadWay(True, 3)
+    assert [*tried.speeds] == [ReadWay(False, 3), ReadWay(True, 3)]
 
 
 def test_pauses_of_a_load_are_not_counted() -> None:
@@ -122,7 +122,7 @@ def test_pauses_of_a_load_are_not_counted() -> None:
         tried.resume(now)
         for _ in range(4):
             tried.came(4 * MIB, now := now + 0.002)
-    assert tried.speeds[Way(True, 4)] == pytest.approx(4 * MIB / 0.002)
+    assert tried.speeds[ReadWay(True, 4)] == pytest.approx(4 * MIB / 0.002)
 
 
 @given(
@@ -135,7 +135,7 @@ def test_the_best_of_a_disk_with_one_best_number_is_found(
 ) -> None:
     """Each doubling beyond the best number, and each halving, loses some of the speed."""
 
-    def speed(way: Way) -> float:
+    def speed(way: ReadWay) -> float:
         if not way.direct:
             return rate * (kept or 0)
         steps = way.readers.bit_length() - 1 - best
@@ -145,7 +145,7 @@ def test_the_best_of_a_disk_with_one_best_number_is_found(
     nbytes = 32 << 30
     tried = Trial(nbytes, 4 * MIB, 1, 16, None if kept is None else 8)
     seconds = _load(tried, nbytes, speed)
-    past = [speed(Way(True, 1 << n)) for n in range(5)]
+    past = [speed(ReadWay(True, 1 << n)) for n in range(5)]
     fastest = max(past)
     if kept is not None and (tried.gain or 0) < trial.WORTH:
         assert not tried.way.direct
@@ -161,14 +161,14 @@ def test_more_readers_come_and_go_within_a_load() -> None:
     lock, counts = threading.Lock(), list[tuple[int, int]]()
 
     class Told:
-        way = Way(True, 2)
+        way = ReadWay(True, 2)
 
         def resume(self, now: float) -> None:
             assert now > 0
 
         def came(self, nbytes: int, now: float) -> None:
             told[0] += nbytes // (2 * MIB)
-            Told.way = Way(True, wanted[min(3, told[0] // 100)])
+            Told.way = ReadWay(True, wanted[min(3, told[0] // 100)])
 
     def work(share: engine.Share) -> None:
         name = threading.get_ident()

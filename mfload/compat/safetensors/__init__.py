@@ -76,7 +76,7 @@ _KNOWN = (SafetensorError, FileNotFoundError, ImportError, MemoryError, errors.D
 _translated = _Translated()
 
 
-class _Opened(NamedTuple):
+class _OpenedFile(NamedTuple):
     """A file; with `source` and `memory`, a private map of it for PyTorch and NumPy."""
 
     adapter: Any
@@ -152,7 +152,7 @@ class _Opened(NamedTuple):
         return array
 
 
-def open_file(path: str | bytes, framework: str, device: Any, backend: str) -> _Opened:
+def open_file(path: str | bytes, framework: str, device: Any, backend: str) -> _OpenedFile:
     """Opens a file, or the bytes of one, after a check of all arguments."""
     if (name := _FRAMEWORKS.get(_is("framework", framework, str))) is None:
         expected = " | ".join(_FRAMEWORKS)
@@ -169,8 +169,8 @@ def open_file(path: str | bytes, framework: str, device: Any, backend: str) -> _
         lazy = LazyCheckpoint(index, sources, adapter, Asked(place, options), small=_SMALL)
         maps = backend == "mmap" and len(sources) == 1 and sources[0].file is not None
         if maps and (name == "numpy" or (name == "torch" and place == "cpu")):
-            return _Opened(adapter, lazy, sources[0], map_file(sources[0], []))
-        return _Opened(adapter, lazy)
+            return _OpenedFile(adapter, lazy, sources[0], map_file(sources[0], []))
+        return _OpenedFile(adapter, lazy)
 
 
 def _place(framework: str, device: Any) -> Any:
@@ -223,9 +223,9 @@ class safe_open:
         self, filename: Any, framework: str, device: Any = "cpu", *, backend: str = "mmap"
     ) -> None:
         path = _path(filename)
-        self._file: _Opened | None = open_file(path, framework, device, backend)
+        self._file: _OpenedFile | None = open_file(path, framework, device, backend)
 
-    def _opened(self) -> _Opened:
+    def _opened(self) -> _OpenedFile:
         if (opened := self._file) is None:
             raise SafetensorError("the file is closed")
         return opened
