@@ -129,7 +129,12 @@ def find(file: Source) -> Any:
 
 
 def bad(
-    file: Source, what: str, name: str | None = None, expected: object = None, found: object = None
+    file: Source | str,
+    what: str,
+    name: str | None = None,
+    expected: object = None,
+    found: object = None,
 ) -> errors.HeaderError:
-    """The error of a malformed file, or of one of its tensors."""
-    return errors.HeaderError(what, file=file.name, tensor=name, expected=expected, found=found)
+    """The error of a malformed file, a source or its name, or of one of its tensors."""
+    path = file if isinstance(file, str) else file.name
+    return errors.HeaderError(what, file=path, tensor=name, expected=expected, found=found)

@@ -18,14 +18,15 @@ from mfload.formats.ocdbt import Value
 from mfload.formats.orbax_directories import (
     ARRAYS,
     CHECKPOINT,
+    LONG,
+    MAX_METADATA,
     TREE,
     read_json,
     read_table,
-    read_text,
 )
 from mfload.formats.strict_json import brief
 from mfload.index import TensorInfo
-from mfload.sources.base import Source
+from mfload.sources.base import Source, read_whole
 
 locate = orbax_directories.locate
 recognise_directory = orbax_directories.recognise_directory
@@ -149,7 +150,7 @@ def _joined(front: str, name: str) -> str:
 
 def _json_item(path: str) -> Any:
     """An item of JSON, as Python reads it: its writer may have written NaN."""
-    text = read_text(sources.local_file(path))
+    text = read_whole(sources.local_file(path), MAX_METADATA, LONG)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -29,7 +29,7 @@ from mfload.dtypes import DType
 from mfload.formats import strict_json
 from mfload.formats.strict_json import brief
 from mfload.index import Columns, Kind, TensorInfo
-from mfload.sources.base import Source
+from mfload.sources.base import Source, read_whole
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -72,14 +72,7 @@ def read_index(source: Source) -> dict[str, Any]:
         SourceError: It can't be read.
         HeaderError: It is not an index.
     """
-    if source.size > MAX_HEADER:
-        raise errors.HeaderError(
-            "the index is over the limit",
-            file=source.name,
-            expected=f"at most {errors.amount(MAX_HEADER)}",
-            found=errors.amount(source.size),
-        )
-    raw = source.read(0, source.size)
+    raw = read_whole(source, MAX_HEADER, "the index is over the limit")
     try:
         table: Any = strict_json.loads(raw, source.name, "index")
     except errors.HeaderError as error:
