@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 from mfload import errors, sources
 from mfload.formats import ocdbt, strict_json
-from mfload.formats.base import bad
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 from mfload.sources.base import Source, read_whole
 
 TREE = "_METADATA"

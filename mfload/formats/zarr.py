@@ -16,10 +16,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from mfload import errors, sources
 from mfload.dtypes import NARROW
-from mfload.formats.base import bad
 from mfload.formats.crc32c import crc32c
 from mfload.formats.ocdbt import Value
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 from mfload.formats.zarr_metadata import (
     FILES,
     MAX_METADATA,

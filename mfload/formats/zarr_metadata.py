@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.formats import strict_json
-from mfload.formats.base import bad
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 
 FILES = {2: ".zarray", 3: "zarr.json"}
 """The file of an array's JSON, by version."""
