@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from mfload import errors
@@ -255,12 +254,11 @@ class Index:
         names: Their names.
         metadata: Free-form strings of the headers, merged in file order.
         notes: Remarks for the user that are not errors.
+        found: The files (`CheckpointFiles`), if they are not opened again by their sources alone.
         absent: Tensors whose shard is missing, with its path. Their rows are names alone.
     """
 
-    __slots__ = ("columns", "files", "metadata", "names", "notes", "tensors")
-
-    absent: Mapping[str, str] = MappingProxyType({})
+    __slots__ = ("absent", "columns", "files", "found", "metadata", "names", "notes", "tensors")
 
     def __init__(
         self,
@@ -268,11 +266,14 @@ class Index:
         tensors: Mapping[str, TensorInfo],
         metadata: Mapping[str, str] | None = None,
         notes: tuple[str, ...] = (),
+        found: Any = None,
+        absent: Mapping[str, str] | None = None,
     ) -> None:
         table = tensors if isinstance(tensors, Table) else Table(Columns.of(tensors.values()))
         self.files, self.tensors, self.columns = files, table, table.columns
         self.names: Collection[str] = table
         self.metadata, self.notes = metadata, notes
+        self.found, self.absent = found, absent or {}
 
     @property
     def searched(self) -> Collection[str]:
@@ -286,6 +287,8 @@ class Index:
 
     def require(self, names: Iterable[str]) -> None:
         """Raises ShardNotFoundError if a tensor that is needed is `absent`."""
+        if gone := [name for name in names if name in self.absent]:
+            raise self.found.without({self.absent[name]: None for name in gone}, gone)
 
     def part(self, columns: Columns) -> Index:
         """The index of some of the tensors."""
@@ -329,10 +332,11 @@ class ChosenIndex(Index):
 
     def __init__(self, every: Index, chosen: Columns) -> None:
         self._every, self.files, self.notes = every, every.files, every.notes
+        self.found, self.absent = every.found, {}
         self.tensors = self.names = Table(chosen)
         self.columns = chosen
 
     def __getattr__(self, name: str) -> Any:
-        if name not in ("found", "metadata"):  # Of shards, all headers are read for the strings.
+        if name != "metadata":  # Of shards, all headers are read for the strings.
             raise AttributeError(name)
-        return getattr(self._every, name)
+        return self._every.metadata

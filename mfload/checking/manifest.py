@@ -36,7 +36,7 @@ from mfload.formats.strict_json import brief, encodable
 from mfload.index import Index, Table, TensorInfo
 from mfload.saving import manifest_files, manifests, publishing
 from mfload.saving.manifests import MAX_SIZE
-from mfload.sources.base import Source
+from mfload.sources.base import Source, read_whole
 from mfload.sources.local import place_of, resolved
 
 Algorithm = Literal["xxh3", "sha256", "both"]
@@ -127,11 +127,8 @@ class Manifest:
             HeaderError: It is malformed, or the file is something else.
         """
         source = sources.find(path if sources.is_source(path) else text_path(path))
-        if source.size > MAX_SIZE:
-            most, size = f"at most {errors.amount(MAX_SIZE)}", errors.amount(source.size)
-            what = "the manifest is too long"
-            raise errors.HeaderError(what, file=source.name, expected=most, found=size)
-        table = strict_json.loads(source.read(0, source.size), source.name, "manifest")
+        text = read_whole(source, MAX_SIZE, "the manifest is too long")
+        table = strict_json.loads(text, source.name, "manifest")
         return _parse(table, source.name)
 
     @property

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mfload import errors, sources
+from mfload.sources.base import read_whole
 from mfload.sources.local import place_of
 
 Sums = str | os.PathLike[str] | Mapping[str, str] | None
@@ -109,14 +110,10 @@ def _by_name(
 def _listed(path: str, files: Sequence[str]) -> dict[str, str]:
     """The sums of a list; names are relative to its directory, as for `sha256sum -c` there."""
     source = sources.find(path)
-    if source.size > _MAX_LIST:
-        most = f"at most {errors.amount(_MAX_LIST)}"
-        raise errors.HeaderError(
-            "not a list of sums", file=source.name, expected=most, found=source.size
-        )
+    text = read_whole(source, _MAX_LIST, "not a list of sums")
     directory = os.path.dirname(os.path.abspath(path))
     found: dict[str, str] = {}
-    for line in source.read(0, source.size).decode("utf-8", "replace").splitlines():
+    for line in text.decode("utf-8", "replace").splitlines():
         if not line.strip() or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)

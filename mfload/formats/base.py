@@ -10,7 +10,6 @@ import importlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from mfload import errors
 from mfload.index import TensorInfo
 from mfload.sources.base import Source
 
@@ -126,10 +125,3 @@ def find(file: Source) -> Any:
     modules = map(importlib.import_module, dict.fromkeys(FORMATS.values()))
     found = (each for each in modules if each.recognise(head, file.name))
     return next(found, importlib.import_module(FORMATS[".safetensors"]))
-
-
-def bad(
-    file: Source, what: str, name: str | None = None, expected: object = None, found: object = None
-) -> errors.HeaderError:
-    """The error of a malformed file, or of one of its tensors."""
-    return errors.HeaderError(what, file=file.name, tensor=name, expected=expected, found=found)

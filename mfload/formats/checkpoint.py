@@ -5,7 +5,6 @@ If an index file says which shard holds each tensor, a shard's header is read wh
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -79,7 +78,7 @@ class Headers:
     @property
     def missing(self) -> tuple[str, ...]:
         """A line for each file that belongs to the checkpoint and does not exist."""
-        return (*self.found.missing, *_absent_lines(self.found, self.absent))
+        return (*self.found.missing, *self.found.lines(self.absent))
 
     def file_of(self, info: TensorInfo) -> str:
         """The file that holds a tensor."""
@@ -108,15 +107,14 @@ class ShardedIndex(Index):
 
     Only the headers of shards that are asked for are read. Tensors, columns and metadata are those
     of all headers, which are read when one of the three is needed first.
-
-    Attributes:
-        found: The files, as sources.
+    `found` has the files as sources.
     """
 
-    __slots__ = ("_left", "_numbers", "_searched", "_seen", "_timeout", "found")
+    __slots__ = ("_left", "_numbers", "_searched", "_seen", "_timeout")
 
     def __init__(self, found: CheckpointFiles, timeout: float | None) -> None:
-        self.found, self._timeout, self._searched = found, timeout, False
+        self.found, self.absent = found, {}
+        self._timeout, self._searched = timeout, False
         self.files, self.notes = tuple(found.names), found.notes
         self._left = found.placed or {}  # Files of the tensors; empty once all headers were read.
         self.names = self._left.keys()
@@ -170,7 +168,7 @@ class ShardedIndex(Index):
             except errors.SourceNotFoundError:
                 absent.append(source.name)
         absent += self._read_new(more) if more else ()
-        self.notes = _absent_notes(_absent_lines(self.found, absent))
+        self.notes = _absent_notes(self.found.lines(absent))
         beside: dict[str, list[str]] = {}
         for number in sorted(self._seen):
             for name in self._seen[number]:
@@ -230,7 +228,7 @@ class ShardedIndex(Index):
         if absent:
             gone = {self._numbers[file] for file in absent}
             names = [name for number in wanted if number in gone for name in wanted[number]]
-            raise _missing(self.found.name, _absent_lines(self.found, absent, names), names)
+            raise self.found.without(absent, names)
 
     def _read_new(self, numbers: Sequence[int]) -> list[str]:
         """Reads headers; returns the files that do not exist."""
@@ -261,17 +259,16 @@ class PartialIndex(Index):
 
     A tensor that may lie in a missing shard is not taken for one that does not exist. Unless
     `missing_ok`, all tensors, and searches in their names, are refused too.
-
-    Attributes:
-        found: The files, as sources.
+    `found` has the files as sources.
     """
 
-    __slots__ = ("_lines", "_missing_ok", "_there", "found")
+    __slots__ = ("_lines", "_missing_ok", "_there")
 
     def __init__(
         self, found: CheckpointFiles, there: Index, lines: tuple[str, ...], *, missing_ok: bool
     ) -> None:
         self.found, self._there, self._lines, self._missing_ok = found, there, lines, missing_ok
+        self.absent = {}
         self.files, self.names, self.metadata = there.files, there.names, there.metadata
         self.notes = (*there.notes, *_absent_notes(lines))
 
@@ -282,7 +279,7 @@ class PartialIndex(Index):
 
     def _every(self) -> Index:
         if not self._missing_ok:
-            raise _missing(self.found.name, self._lines)
+            raise discovery.missing(self.found.name, self._lines)
         return self._there
 
     @property
@@ -301,49 +298,18 @@ class PartialIndex(Index):
         placed = self.found.placed
         if placed is not None and name not in placed:
             return self._there[name]  # No file has it.
-        raise _missing(self.found.name, self._lines, [name])
+        raise discovery.missing(self.found.name, self._lines, [name])
 
     @property
     def every(self) -> Index:
         """The index of all tensors, also those that an index file lists in missing shards."""
         if self.found.placed is None:
-            raise _missing(self.found.name, self._lines)
-        return _NamedIndex(self.found, self._there, self.notes)
-
-
-class _NamedIndex(Index):
-    """The index of shards that exist, and of names in others; asked for these, it raises."""
-
-    __slots__ = ("absent", "found")
-
-    def __init__(self, found: CheckpointFiles, there: Index, notes: tuple[str, ...]) -> None:
-        self.found, placed = found, found.placed or {}
-        gone = {*placed.values()} - {*there.files}
-        self.absent = {name: file for name, file in placed.items() if file in gone}
-        rows = [TensorInfo(name, _NO_DTYPE, (), (_NO_PIECE,)) for name in self.absent]
-        table = Table(there.columns[:])
-        table.add(rows)
-        super().__init__(there.files, table, there.metadata, notes)
-
-    def require(self, names: Iterable[str]) -> None:
-        """Raises ShardNotFoundError if a tensor that is needed is `absent`."""
-        if gone := [name for name in names if name in self.absent]:
-            files = dict.fromkeys(map(self.absent.__getitem__, gone))
-            raise _missing(self.found.name, _absent_lines(self.found, files, gone), gone)
-
-
-class DirectoryIndex(Index):
-    """The index of a checkpoint that is a directory.
-
-    Attributes:
-        found: The directory, its format and its files, to open it again.
-    """
-
-    __slots__ = ("found",)
-
-    def __init__(self, found: CheckpointFiles, *fields: Any) -> None:
-        super().__init__(*fields)
-        self.found = found
+            raise discovery.missing(self.found.name, self._lines)
+        gone = {*self.found.placed.values()} - {*self.files}
+        absent = {name: file for name, file in self.found.placed.items() if file in gone}
+        table = Table(self._there.columns[:])
+        table.add([TensorInfo(name, _NO_DTYPE, (), (_NO_PIECE,)) for name in absent])
+        return Index(self.files, table, self.metadata, self.notes, self.found, absent)
 
 
 def read(
@@ -455,7 +421,7 @@ def _whole(
         problems = (*missing, *map(str, seen.problems))
         raise errors.CheckpointError(what, file=found.name, problems=problems)
     if missing and not (seen.tensors if missing_ok else found.placed is None):
-        raise _missing(found.name, missing)
+        raise discovery.missing(found.name, missing)
     found.files = seen.sources
     if seen.unnamed:
         seen.notes.append(_beside(seen.unnamed))
@@ -463,8 +429,8 @@ def _whole(
         count, name = errors.counted(len(seen.copies), "tensor"), next(iter(seen.copies))
         which = f"{brief(name)} in {', '.join(seen.copies[name])}"
         seen.notes.append(f"copies that the index does not choose, not loaded: {count}, {which}")
-    kind = Index if found.directory is None else partial(DirectoryIndex, found)
-    made = kind(tuple(map(_NAME, seen.sources)), seen.tensors, seen.metadata, tuple(seen.notes))
+    files, again = tuple(map(_NAME, seen.sources)), None if found.directory is None else found
+    made = Index(files, seen.tensors, seen.metadata, tuple(seen.notes), again)
     return PartialIndex(found, made, missing, missing_ok=missing_ok) if missing else made
 
 
@@ -474,36 +440,6 @@ def _beside(names: Collection[str]) -> str:
 
 def _absent_notes(lines: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"a shard is missing: {line}" for line in lines)
-
-
-def _missing(
-    name: str | None, problems: tuple[str, ...], wanted: Sequence[str] = ()
-) -> errors.ShardNotFoundError:
-    """The error of missing shards; `wanted` are the names that were asked for."""
-    tensor = wanted[0] if wanted else None
-    what = "shards are missing"
-    return errors.ShardNotFoundError(what, file=name, tensor=tensor, problems=problems)
-
-
-def _absent_lines(
-    found: CheckpointFiles, absent: Collection[str], names: Collection[str] | None = None
-) -> tuple[str, ...]:
-    """A line for each file that the index names and that does not exist, with tensors in it.
-
-    `names`: those that were asked for. Default: all.
-    """
-    held: dict[str, list[str]] = {file: [] for file in absent}
-    placed = found.placed or {}
-    for name in placed if names is None else names:
-        if placed.get(name) in held:
-            held[placed[name]].append(name)
-    directory = os.path.join(os.path.dirname(found.name or ""), "")
-    lines: list[str] = []
-    for file, mine in held.items():
-        problem = "is a broken link" if os.path.islink(file) else "does not exist"
-        shard = file.removeprefix(directory)
-        lines.append(discovery.named_by_index(shard, problem, len(mine), mine[0]))
-    return tuple(lines)
 
 
 def check_unchanged(

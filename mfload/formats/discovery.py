@@ -7,6 +7,7 @@ import contextlib
 import operator
 import os
 import re
+import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,10 @@ from mfload.sources.base import Source
 if TYPE_CHECKING:
     from mfload.index import Index
 
-State = tuple[list[str], list[Any]]
+State = tuple[bool, list[str], list[Any]]
+"""What changes when the files of a checkpoint are replaced: whether the path is a directory, the
+names in the directory if a load looks at them, and the versions of files that it looks at first."""
+
 
 _BYTES = (bytes, bytearray, memoryview)
 _SINGLE = (str, os.PathLike, *_BYTES)
@@ -79,6 +83,27 @@ class CheckpointFiles:
     def index_file(self) -> str | None:
         """Path of the index; None if there is none."""
         return None if self.placed is None else self.name
+
+    def lines(self, absent: Collection[str], names: Iterable[str] | None = None) -> tuple[str, ...]:
+        """A line for each file that the index names and that does not exist, with tensors in it.
+
+        `names`: those that were asked for. Default: all.
+        """
+        held: dict[str, list[str]] = {file: [] for file in absent}
+        placed = self.placed or {}
+        for name in placed if names is None else names:
+            if placed.get(name) in held:
+                held[placed[name]].append(name)
+        directory = os.path.join(os.path.dirname(self.name or ""), "")
+        lines: list[str] = []
+        for file, mine in held.items():
+            problem = "is a broken link" if os.path.islink(file) else "does not exist"
+            lines.append(named_by_index(file.removeprefix(directory), problem, len(mine), mine[0]))
+        return tuple(lines)
+
+    def without(self, absent: Collection[str], wanted: Sequence[str]) -> errors.ShardNotFoundError:
+        """The error of files that do not exist; `wanted`: the names that were asked for."""
+        return missing(self.name, self.lines(absent, wanted), wanted)
 
     @property
     def whole(self) -> bool:
@@ -144,7 +169,7 @@ def find(
             if name.partition("?")[0].endswith(".json"):
                 return from_index(place)
             return CheckpointFiles([place], name=name)
-        if os.path.isdir(place):
+        if os.path.isdir(place) if seen is None else seen[0]:
             return _in_directory(place, seen)
         if place.endswith(".json"):
             return from_index(sources.local_file(place))
@@ -162,23 +187,19 @@ def find(
 
 
 def state(path: PathOrBytes | Sequence[PathOrBytes]) -> State | None:
-    """What changes when the files of a checkpoint are replaced: its index, or their names.
-
-    Returns:
-        The names in the directory if a load looks at them, and versions, to compare with what a
-        later call gives; None if unknown.
-    """
+    """The state of a checkpoint now, to compare with what a later call gives; None if unknown."""
     if not isinstance(path, str | os.PathLike):
         return None
     try:
         name = os.fsdecode(path)
-        if not os.path.isdir(name):
+        found = os.stat(name)
+        if not stat.S_ISDIR(found.st_mode):
             listed = os.listdir(os.path.dirname(name) or ".") if name.endswith(".json") else []
-            return listed, [_VERSION(os.stat(name))]
+            return False, listed, [_VERSION(found)]
         listed = _listed(name)
         indexes, files = _names(name, listed)
         looked = indexes or (files if len(files) == 1 else [])
-        return listed, [_VERSION(os.stat(os.path.join(name, each))) for each in looked]
+        return True, listed, [_VERSION(os.stat(os.path.join(name, each))) for each in looked]
     except (OSError, ValueError):
         return None
 
@@ -265,7 +286,7 @@ def _refuse_open_file(path: Any) -> None:
 
 def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     try:
-        names = seen[0] if seen else _listed(directory)
+        names = seen[1] if seen else _listed(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
     if _HIDDEN not in "\0".join(names):  # Half the time of a loop.
@@ -400,6 +421,15 @@ def from_index(index: Source) -> CheckpointFiles:
         index,
         metadata.get("total_size") if isinstance(metadata, dict) else None,
     )
+
+
+def missing(
+    name: str | None, problems: tuple[str, ...], wanted: Sequence[str] = ()
+) -> errors.ShardNotFoundError:
+    """The error of missing shards, a line for each; `wanted`: the names that were asked for."""
+    tensor = wanted[0] if wanted else None
+    what = "shards are missing"
+    return errors.ShardNotFoundError(what, file=name, tensor=tensor, problems=problems)
 
 
 def named_by_index(shard: str, problem: str, count: int, one: str) -> str:

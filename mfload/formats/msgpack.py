@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.formats import hints, structure
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 from mfload.index import Columns, Piece, TensorInfo
 from mfload.sources.base import Source
 from mfload.stored import Encoding, Stored
@@ -89,7 +89,7 @@ def read(file: Source, source: int = 0) -> tuple[Columns, dict[str, str] | None]
         (name, _), *_ = Counter(names).most_common(1)
         both = " and ".join(str([*path]) for path in _paths(tree, name, ()))
         what = "two arrays have the same name: their keys, joined by dots"
-        raise errors.HeaderError(what, file=file.name, tensor=name, found=both)
+        raise bad(file, what, name, None, both)
     return walk.columns, {structure.KEY: structure.dumps(tree)}
 
 
@@ -145,8 +145,7 @@ class _Walk:
 
     def bad(self, what: str, expected: object = None, found: object = None) -> errors.HeaderError:
         """The error for what is wrong at the value that is being read."""
-        name, file = ".".join(self._path)[:1000] or None, self._file.name
-        return errors.HeaderError(what, file=file, tensor=name, expected=expected, found=found)
+        return bad(self._file, what, ".".join(self._path)[:1000] or None, expected, found)
 
     def _pass(self, nbytes: int) -> int:
         """Goes past bytes; returns where they begin."""

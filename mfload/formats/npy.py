@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from mfload import dtypes, errors, sources
 from mfload.dtypes import DType
 from mfload.formats import hints
-from mfload.formats.base import Checksum, bad as _bad
-from mfload.formats.strict_json import brief
+from mfload.formats.base import Checksum
+from mfload.formats.strict_json import bad, brief
 from mfload.index import Piece, TensorInfo
 from mfload.sources.base import Source
 from mfload.stored import Encoding, Stored
@@ -135,15 +135,15 @@ def members(file: Source) -> list[Member]:
         name = entry.name.removesuffix(".npy")
         array = name != entry.name or _first(file, member, len(_MAGIC)) == _MAGIC
         if array and name in found:
-            raise _bad(file, "the archive has two members of one name", entry.name)
+            raise bad(file, "the archive has two members of one name", entry.name)
         if entry.offset < end:
-            raise _bad(file, "the member overlaps another", entry.name, end, entry.offset)
+            raise bad(file, "the member overlaps another", entry.name, end, entry.offset)
         end = member.offset + member.nbytes
         if array:
             found[name] = member._replace(name=name)
     if entries and not found:
         what, first = "no member of the archive is an array", entries[0].name
-        raise _bad(file, what, None, "NAME.npy", first)
+        raise bad(file, what, None, "NAME.npy", first)
     return list(found.values())
 
 
@@ -167,7 +167,7 @@ def _unpacked(file: Source, member: Member, packed: bytes, length: int) -> bytes
     try:
         return zlib.decompressobj(-zlib.MAX_WBITS).decompress(packed, length)
     except zlib.error as error:
-        raise _bad(file, "malformed deflate data", member.name, None, str(error)) from None
+        raise bad(file, "malformed deflate data", member.name, None, str(error)) from None
 
 
 def _directory(file: Source) -> tuple[int, list[Member]]:
@@ -181,31 +181,30 @@ def _directory(file: Source) -> tuple[int, list[Member]]:
 
     at = tail.rfind(_END, 0, max(0, len(tail) - 18))
     if at < 0:
-        raise _bad(file, "no end of a zip archive: the file is truncated, or is not one")
+        raise bad(file, "no end of a zip archive: the file is truncated, or is not one")
     disk, first, here, count, nbytes, offset, comment = struct.unpack_from("<4H2LH", tail, at + 4)
     stop = ahead + at
     if stop + 22 + comment != file.size:
-        raise _bad(file, "bytes follow the zip archive", None, stop + 22 + comment, file.size)
+        raise bad(file, "bytes follow the zip archive", None, stop + 22 + comment, file.size)
     locator = part(stop - 20, 20) if stop >= 76 else b""
     if locator.startswith(_LOCATOR64):
         stop -= 76
         record = part(stop, 56)
         if not record.startswith(_END64) or record[4:12] != (44).to_bytes(8, "little"):
-            raise _bad(file, "malformed zip64 end of the archive")
+            raise bad(file, "malformed zip64 end of the archive")
         disk, first, here, count, nbytes, offset = struct.unpack_from("<2L4Q", record, 16)
     start = stop - nbytes
     before = start - offset  # Bytes before the archive, which its offsets don't count.
     if disk or first or here != count or before < 0 or not 46 * count <= nbytes <= _MOST:
         held = f"{errors.counted(count, 'entry', 'entries')} in {errors.amount(nbytes)}"
         found = f"{held} from {offset} on, part {disk} from {first} on"
-        raise _bad(
-            file, "malformed end of the zip archive", None, f"within {errors.amount(stop)}", found
-        )
+        expected = f"within {errors.amount(stop)}"
+        raise bad(file, "malformed end of the zip archive", None, expected, found)
     raw, at = part(start, nbytes), 0
     entries: list[Member] = []
     for _ in range(count):
         if raw[at : at + 4] != _ENTRY or at + 46 > nbytes:
-            raise _bad(file, "malformed entry in the zip directory")
+            raise bad(file, "malformed entry in the zip directory")
         flags, method, _, _, crc, packed, size, *lengths, _, _, _, offset = struct.unpack_from(
             "<4H3L5H2L", raw, at + 8
         )
@@ -216,7 +215,7 @@ def _directory(file: Source) -> tuple[int, list[Member]]:
         at += 46 + n + m + k
         entries.append(Member(name, method, flags, crc, packed, size, offset + before))
     if at != nbytes:
-        raise _bad(file, "malformed zip directory", None, errors.amount(nbytes), at)
+        raise bad(file, "malformed zip directory", None, errors.amount(nbytes), at)
     return start, entries
 
 
@@ -225,7 +224,7 @@ def _name(file: Source, text: bytes, flags: int) -> str:
         return text.decode("utf-8" if flags & _UTF8 else "cp437")
     except UnicodeDecodeError:
         what = "a name in the zip directory is not UTF-8"
-        raise _bad(file, what, None, None, repr(text[:99])) from None
+        raise bad(file, what, None, None, repr(text[:99])) from None
 
 
 def _wide(file: Source, name: str, extra: bytes, *numbers: int) -> list[int]:
@@ -237,7 +236,7 @@ def _wide(file: Source, name: str, extra: bytes, *numbers: int) -> list[int]:
         kind, length = struct.unpack_from("<2H", extra, at - 4)
         if kind == 1:
             if not 8 * len(wide) <= length <= len(extra) - at:
-                raise _bad(file, "malformed zip64 field", name)
+                raise bad(file, "malformed zip64 field", name)
             for n, value in zip(wide, struct.unpack_from(f"<{len(wide)}Q", extra, at), strict=True):
                 found[n] = value
             break
@@ -265,15 +264,15 @@ def _located(file: Source, entry: Member, head: bytes, stop: int) -> Member:
     """A member with the offset of its data, once its local header agrees with the directory."""
     name, method, flags, crc, nbytes, size, at, _ = entry
     if flags & _ENCRYPTED:
-        raise _bad(file, "the member is encrypted", name, "no encryption")
+        raise bad(file, "the member is encrypted", name, "no encryption")
     if method not in (_STORED, _DEFLATED):
         method = _METHODS.get(method, method)
-        raise _bad(file, "mfload can't decompress the member", name, "stored | deflate", method)
+        raise bad(file, "mfload can't decompress the member", name, "stored | deflate", method)
     most = nbytes * (1 if method == _STORED else _MOST_RATIO)
     if size > most or (method == _STORED and size < nbytes):
-        raise _bad(file, "the member can't have the size it declares", name, most, size)
+        raise bad(file, "the member can't have the size it declares", name, most, size)
     if len(head) < 30 or not head.startswith(_LOCAL):
-        raise _bad(file, "the zip directory leads to no member", name, "a local header", at)
+        raise bad(file, "the zip directory leads to no member", name, "a local header", at)
     own = struct.unpack_from("<2H4x3L2H", head, 6)
     here, own_method, own_crc, own_nbytes, own_size, n, m = own
     rest = head[30 : 30 + n + m]
@@ -286,10 +285,10 @@ def _located(file: Source, entry: Member, head: bytes, stop: int) -> Member:
     mine = (_name(file, rest[:n], here), own_method, here & _ENCRYPTED, *known)
     listed = (name, method, 0, crc, nbytes, size)
     if mine != listed:
-        raise _bad(file, "the member's header differs from the directory", name, listed, mine)
+        raise bad(file, "the member's header differs from the directory", name, listed, mine)
     data = at + 30 + n + m
     if data + nbytes > stop:
-        raise _bad(file, "the member reaches out of the archive", name, stop, data + nbytes)
+        raise bad(file, "the member reaches out of the archive", name, stop, data + nbytes)
     head = head[30 + n + m :] if len(head) > 30 + n + m else b""
     return entry._replace(offset=data, head=head[:nbytes])
 
@@ -299,22 +298,22 @@ def _tensor(file: Source, source: int, member: Member) -> TensorInfo:
     name, method, _, _, nbytes, size, offset, _ = member
     begin = _first(file, member, 12)
     if not begin.startswith(_MAGIC) or len(begin) < 12 or begin[6:8] not in _VERSIONS:
-        raise _bad(file, "not a NumPy array", name, "\\x93NUMPY, version 1 to 3", repr(begin[:8]))
+        raise bad(file, "not a NumPy array", name, "\\x93NUMPY, version 1 to 3", repr(begin[:8]))
     wide = 2 if begin[6] == 1 else 4
     length = int.from_bytes(begin[8 : 8 + wide], "little")
     if length > MAX_HEADER:
-        raise _bad(file, "the array's header is over the limit", name, MAX_HEADER, length)
+        raise bad(file, "the array's header is over the limit", name, MAX_HEADER, length)
     ahead = 8 + wide + length
     raw = _first(file, member, ahead)[8 + wide :]
     if len(raw) < length:
-        raise _bad(file, "the file ends within the array's header", name, ahead, size)
+        raise bad(file, "the file ends within the array's header", name, ahead, size)
     dtype, shape, big, fortran = _parse(file, name, raw)
     needed = (dtype.size_of(shape) or 0) if dtype.known else size - ahead
     if needed != size - ahead:
         what = "bytes follow the array"
         if needed > size - ahead:
             what = "the array is truncated, or its shape wrong"
-        raise _bad(file, what, name, f"as many bytes as {dtype} {brief(shape)} takes", size - ahead)
+        raise bad(file, what, name, f"as many bytes as {dtype} {brief(shape)} takes", size - ahead)
     if method == _STORED:
         offset, nbytes = offset + ahead, needed
     strides = None
@@ -364,4 +363,4 @@ def _parse(file: Source, name: str, raw: bytes) -> tuple[DType, tuple[int, ...],
 
 def _malformed(file: Source, name: str, text: str) -> errors.HeaderError:
     expected = "{'descr': …, 'fortran_order': …, 'shape': (…)}"
-    return _bad(file, "malformed header of a NumPy array", name, expected, text[:200])
+    return bad(file, "malformed header of a NumPy array", name, expected, text[:200])

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from mfload import errors, sources
 from mfload.formats.crc32c import crc32c
 from mfload.formats.strict_json import brief
-from mfload.sources.base import Source
+from mfload.sources.base import Source, read_whole
 
 MANIFEST = "manifest.ocdbt"
 
@@ -127,11 +127,8 @@ def _opened(path: str) -> Source:
 
 def _root(manifest: Source) -> _Node | None:
     """The root of the newest version; None of an empty store."""
-    if manifest.size > MAX_NODE:
-        raise _bad(
-            manifest, "the manifest is over the limit", errors.amount(MAX_NODE), manifest.size
-        )
-    body = _body(manifest, manifest.read(0, manifest.size), _MANIFEST_MAGIC)
+    whole = read_whole(manifest, MAX_NODE, "the manifest is over the limit")
+    body = _body(manifest, whole, _MANIFEST_MAGIC)
     body.take(16)  # Of the store, at random.
     if body.varint():
         raise _bad(manifest, "mfload can't read a store with numbered manifests")
@@ -153,15 +150,8 @@ def _root(manifest: Source) -> _Node | None:
 
 def _paths(body: _Body) -> list[tuple[str, str]]:
     """The data files that a body refers to: the base of each path, and the rest."""
-    count = body.count()
-    shared = [0, *body.varints(count - 1)] if count else []
-    lengths, bases = body.varints(count), body.varints(count)
     made: list[tuple[str, str]] = []
-    path = b""
-    for keep, length, base in zip(shared, lengths, bases, strict=True):
-        if keep > len(path):
-            raise _bad(body.file, "malformed table of data files", f"at most {len(path)}", keep)
-        path = path[:keep] + body.take(length)
+    for path, base in body.texts(body.count(), "malformed table of data files", more=True):
         parts = path.split(b"/")
         # Such as d/0123…, ocdbt.process_0/d/0123…; an empty store has an empty one.
         outside = b".." in parts or b"" in parts or any(each in path for each in b"\0\\:")
@@ -170,35 +160,28 @@ def _paths(body: _Body) -> list[tuple[str, str]]:
         try:
             made.append((path[:base].decode(), path[base:].decode()))
         except UnicodeDecodeError:
-            raise _bad(body.file, "the name of a file is not UTF-8", None, brief(path)) from None
+            what = "the name of a file is not UTF-8"
+            raise _bad(body.file, what, None, brief(path)) from None
     return made
 
 
-def _keys(body: _Body, count: int, prefix: bytes, inner: bool) -> tuple[list[bytes], Sequence[int]]:
+def _keys(body: _Body, count: int, prefix: bytes, inner: bool) -> Iterator[tuple[bytes, int]]:
     """The keys of a node; of an inner one also how much of each all keys below it share."""
-    shared = [0, *body.varints(count - 1)] if count else []
-    lengths = body.varints(count)
-    common: Sequence[int] = body.varints(count) if inner else []
-    keys: list[bytes] = []
-    key, limit = b"", _KEY * body.most
-    left = limit
-    for keep, length in zip(shared, lengths, strict=True):
-        if keep > len(key):
-            raise _bad(body.file, "malformed keys of a node", f"at most {len(key)}", keep)
-        key = key[:keep] + body.take(length)
+    left = limit = _KEY * body.most
+    for key, common in body.texts(count, "malformed keys of a node", more=inner):
         left -= len(key) + len(prefix)
         if left < 0:
-            raise _bad(body.file, "the keys of a node are over the limit", errors.amount(limit))
-        keys.append(key)
-    return [prefix + key for key in keys], common
+            what = "the keys of a node are over the limit"
+            raise _bad(body.file, what, errors.amount(limit))
+        yield prefix + key, common
 
 
 def _children(body: _Body, node: _Node, paths: Sequence[tuple[str, str]]) -> Iterator[_Node]:
     count = body.count()
-    keys, common = _keys(body, count, node.prefix, inner=True)
+    keys = [*_keys(body, count, node.prefix, inner=True)]
     ids, offsets, lengths, *_ = (body.varints(count) for _ in range(6))
     body.end()
-    for key, shared, file, offset, length in zip(keys, common, ids, offsets, lengths, strict=True):
+    for (key, shared), file, offset, length in zip(keys, ids, offsets, lengths, strict=True):
         if shared > len(key) - len(node.prefix):
             raise _bad(body.file, "malformed prefix of a child", None, shared)
         base, path = body.pick(paths, file)
@@ -210,7 +193,7 @@ def _values(
     body: _Body, node: _Node, paths: Sequence[tuple[str, str]], directory: str, where: str
 ) -> Iterator[tuple[bytes, Value]]:
     count = body.count()
-    keys, _ = _keys(body, count, node.prefix, inner=False)
+    keys = [key for key, _ in _keys(body, count, node.prefix, inner=False)]
     lengths, kinds = body.varints(count), body.take(count)
     outside = kinds.count(1)
     if kinds.count(0) + outside != count:
@@ -269,6 +252,18 @@ class _Body:
             return ahead
         return [self.varint() for _ in range(count)]
 
+    def texts(self, count: int, wrong: str, *, more: bool) -> Iterator[tuple[bytes, int]]:
+        """Texts of which each shares its beginning with the one before; `more`: and a number."""
+        shared = [0, *self.varints(count - 1)] if count else []
+        lengths = self.varints(count)
+        numbers: Sequence[int] = self.varints(count) if more else bytes(count)
+        text = b""
+        for keep, length, number in zip(shared, lengths, numbers, strict=True):
+            if keep > len(text):
+                raise _bad(self.file, wrong, f"at most {len(text)}", keep)
+            text = text[:keep] + self.take(length)
+            yield text, number
+
     def count(self) -> int:
         """A number of entries; each takes a byte or more."""
         count = self.varint()
@@ -292,9 +287,8 @@ def _body(file: Source, raw: bytes, magic: int) -> _Body:
     """Checks the frame of a manifest or a node, and decodes the rest."""
     what = "manifest" if magic == _MANIFEST_MAGIC else "node"
     if len(raw) < _HEAD + 4:
-        raise _bad(
-            file, f"the {what} is truncated", f"{errors.amount(_HEAD + 4)} or more", len(raw)
-        )
+        least = f"{errors.amount(_HEAD + 4)} or more"
+        raise _bad(file, f"the {what} is truncated", least, len(raw))
     given = int.from_bytes(raw[:4], "big"), int.from_bytes(raw[4:12], "little")
     if given != (magic, len(raw)):
         if given[0] == magic:

@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 
 from mfload import errors, sources
 from mfload.formats import ocdbt, orbax_directories, strict_json, structure, zarr
-from mfload.formats.base import bad as _bad
 from mfload.formats.ocdbt import Value
 from mfload.formats.orbax_directories import (
     ARRAYS,
     CHECKPOINT,
+    LONG,
+    MAX_METADATA,
     TREE,
     read_json,
     read_table,
-    read_text,
 )
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 from mfload.index import TensorInfo
-from mfload.sources.base import Source
+from mfload.sources.base import Source, read_whole
 
 locate = orbax_directories.locate
 recognise_directory = orbax_directories.recognise_directory
@@ -149,11 +149,11 @@ def _joined(front: str, name: str) -> str:
 
 def _json_item(path: str) -> Any:
     """An item of JSON, as Python reads it: its writer may have written NaN."""
-    text = read_text(sources.local_file(path))
+    text = read_whole(sources.local_file(path), MAX_METADATA, LONG)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise errors.HeaderError("the item is not JSON", file=path, found=str(error)) from None
+        raise bad(path, "the item is not JSON", None, None, str(error)) from None
     strict_json.check(found, path)
     return found
 
@@ -183,7 +183,7 @@ def _tree(
     """The tree of an item, and the path of each of its arrays by name."""
     entries = metadata.get("tree_metadata")
     if not isinstance(entries, dict):
-        raise _bad(file, "malformed tree", None, "tree_metadata", brief(entries))
+        raise bad(file, "malformed tree", None, "tree_metadata", brief(entries))
     paths: dict[str, tuple[str, ...]] = {}
     top = _Node()
     for label, entry in entries.items():
@@ -192,16 +192,16 @@ def _tree(
             value = entry["value_metadata"]
             kind, skipped = value["value_type"], value["skip_deserialize"]
         except (TypeError, KeyError, IndexError):
-            raise _bad(file, "malformed entry of the tree", label, None, brief(entry)) from None
+            raise bad(file, "malformed entry of the tree", label, None, brief(entry)) from None
         good = all(type(key) is str and kind in (_SEQUENCE, _DICT) for key, kind in keys)
         if not good or not isinstance(kind, str) or len(keys) > _MAX_DEPTH:
-            raise _bad(file, "malformed entry of the tree", label, None, brief(entry))
+            raise bad(file, "malformed entry of the tree", label, None, brief(entry))
         path = tuple(key for key, _ in keys)
         name = ".".join(path)
         if kind == "string":
             leaf: Any = strings.get(name)
             if not isinstance(leaf, str):
-                raise _bad(file, f"a string of the tree is not in {_STRINGS}", name)
+                raise bad(file, f"a string of the tree is not in {_STRINGS}", name)
         elif skipped and kind in _EMPTY:
             leaf = _EMPTY[kind]
         elif skipped:
@@ -211,7 +211,7 @@ def _tree(
             leaf = made(_joined(front, name))
             if name in paths:
                 what = "two arrays have the same name: their keys, joined by dots"
-                raise _bad(file, what, name, None, f"{list(paths[name])} and {list(path)}")
+                raise bad(file, what, name, None, f"{list(paths[name])} and {list(path)}")
             paths[name] = path
         if not keys and len(entries) == 1:
             return leaf, paths
@@ -219,9 +219,9 @@ def _tree(
         for key in keys[:-1]:
             node = node.setdefault(key, _Node())
             if not isinstance(node, _Node):
-                raise _bad(file, "a leaf of the tree has leaves below it", name)
+                raise bad(file, "a leaf of the tree has leaves below it", name)
         if not keys or keys[-1] in node:
-            raise _bad(file, "a leaf of the tree has leaves below it, or is given twice", name)
+            raise bad(file, "a leaf of the tree has leaves below it, or is given twice", name)
         node[keys[-1]] = leaf
     return _plain(file, top, ()), paths
 
@@ -241,7 +241,7 @@ def _plain(file: Source, node: Any, path: tuple[str, ...]) -> Any:
         if made.keys() == {*numbers}:
             return [made[number] for number in numbers]
     if len(made) < len(node) or _SEQUENCE in kinds:
-        raise _bad(file, "malformed list in the tree", ".".join(path), "0, 1, …", brief([*made]))
+        raise bad(file, "malformed list in the tree", ".".join(path), "0, 1, …", brief([*made]))
     return made
 
 
@@ -270,7 +270,7 @@ def _random_keys(item: str, names: Collection[str]) -> dict[str, str]:
                 key, more = array["param_name"], array["ext_metadata"] or {}
                 kind = more.get(_KEY_IMPL)
             except (TypeError, KeyError, AttributeError):
-                raise _bad(file, "malformed metadata of arrays", None, None, brief(entry)) from None
+                raise bad(file, "malformed metadata of arrays", None, None, brief(entry)) from None
             if isinstance(kind, str) and key in names:
                 found[key] = kind
     return found

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from mfload import errors, sources
 from mfload.formats import ocdbt, strict_json
-from mfload.formats.strict_json import brief
-from mfload.sources.base import Source
+from mfload.formats.strict_json import bad, brief
+from mfload.sources.base import Source, read_whole
 
 TREE = "_METADATA"
 """The file of an item that has its tree."""
@@ -31,6 +31,9 @@ ARRAYS = "array_metadatas"
 
 MAX_METADATA = 100_000_000
 """Bytes of a file of JSON: as many as a safetensors header may have."""
+
+LONG = "the metadata is over the limit"
+"""What an error says of a longer one."""
 
 Number = int | float
 """A step; Flax's may be floats."""
@@ -305,21 +308,12 @@ def listed(directory: str) -> list[str]:
         raise errors.from_os(error, directory, "list") from error
 
 
-def read_text(file: Source) -> bytes:
-    """The bytes of a file of JSON; raises HeaderError if it is over the limit."""
-    if file.size > MAX_METADATA:
-        what, limit = "the metadata is over the limit", f"at most {errors.amount(MAX_METADATA)}"
-        found = errors.amount(file.size)
-        raise errors.HeaderError(what, file=file.name, expected=limit, found=found)
-    return file.read(0, file.size)
-
-
 def read_json(file: Source) -> dict[str, object]:
     """The object in a file of Orbax's metadata; raises HeaderError if it is malformed."""
-    found: object = strict_json.loads(read_text(file), file.name, "metadata")
+    text = read_whole(file, MAX_METADATA, LONG)
+    found: object = strict_json.loads(text, file.name, "metadata")
     if not isinstance(found, dict):
-        what, expected = "malformed metadata", "an object"
-        raise errors.HeaderError(what, file=file.name, expected=expected, found=brief(found))
+        raise bad(file, "malformed metadata", None, "an object", brief(found))
     strict_json.check(found, file.name)
     return found  # pyright: ignore[reportUnknownVariableType]
 

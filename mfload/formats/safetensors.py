@@ -27,9 +27,9 @@ from typing import Any
 from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.formats import strict_json
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 from mfload.index import Columns, Kind, TensorInfo
-from mfload.sources.base import Source
+from mfload.sources.base import Source, read_whole
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
@@ -72,14 +72,7 @@ def read_index(source: Source) -> dict[str, Any]:
         SourceError: It can't be read.
         HeaderError: It is not an index.
     """
-    if source.size > MAX_HEADER:
-        raise errors.HeaderError(
-            "the index is over the limit",
-            file=source.name,
-            expected=f"at most {errors.amount(MAX_HEADER)}",
-            found=errors.amount(source.size),
-        )
-    raw = source.read(0, source.size)
+    raw = read_whole(source, MAX_HEADER, "the index is over the limit")
     try:
         table: Any = strict_json.loads(raw, source.name, "index")
     except errors.HeaderError as error:
@@ -90,12 +83,8 @@ def read_index(source: Source) -> dict[str, Any]:
         raise hints.explain_file(error, source) from None
     weights = table.get("weight_map") if isinstance(table, dict) else None
     if not isinstance(weights, dict) or not {*map(type, weights.values())} <= {str}:
-        raise errors.HeaderError(
-            "not a checkpoint index",
-            file=source.name,
-            expected='{"weight_map": {name: file}}; or give the directory of the checkpoint',
-            found=brief(table),
-        )
+        expected = '{"weight_map": {name: file}}; or give the directory of the checkpoint'
+        raise bad(source, "not a checkpoint index", None, expected, brief(table))
     return table
 
 
@@ -123,7 +112,7 @@ def _header(file: Source) -> bytes:
 
 
 def _misfit(file: Source, what: str, expected: str, found: int) -> errors.HeaderError:
-    return errors.HeaderError(what, file=file.name, expected=expected, found=errors.amount(found))
+    return bad(file, what, None, expected, errors.amount(found))
 
 
 def parse(
@@ -237,9 +226,7 @@ def _row_by_row(
 ) -> tuple[Columns, dict[str, str] | None]:
     header = strict_json.loads(raw, path, loose="__metadata__")
     if not isinstance(header, dict):
-        raise errors.HeaderError(
-            "the header is not a JSON object", file=path, expected="{…}", found=brief(header)
-        )
+        raise bad(path, "the header is not a JSON object", None, "{…}", brief(header))
     metadata = header.pop("__metadata__", None)
     if metadata is not None:
         _check_metadata(metadata, path)
@@ -256,13 +243,8 @@ def _row_by_row(
     for offset, nbytes, name, dtype, shape in rows:
         if offset != cursor:
             what = "overlaps the tensor before it" if offset < cursor else "leaves a hole"
-            raise errors.HeaderError(
-                f"the tensor {what}",
-                file=path,
-                tensor=name,
-                expected=f"data_offsets beginning at {cursor - data_start}",
-                found=offset - data_start,
-            )
+            expected = f"data_offsets beginning at {cursor - data_start}"
+            raise bad(path, f"the tensor {what}", name, expected, offset - data_start)
         cursor += nbytes
         # By name: to hash a dtype takes longer.
         number = numbers.setdefault((dtype.name, shape), len(numbers))
@@ -275,9 +257,7 @@ def _row_by_row(
     if cursor != size:
         missing = f"is truncated: {errors.amount(cursor - size)} of {cursor} are missing"
         what = missing if cursor > size else "has bytes past its last tensor"
-        raise errors.HeaderError(
-            f"the file {what}", file=path, expected=errors.amount(cursor), found=errors.amount(size)
-        )
+        raise bad(path, f"the file {what}", None, errors.amount(cursor), errors.amount(size))
     # All within the file, so they fit 64 bits.
     places = array("q", [source]) * len(names), array("q", offsets), array("q", sizes)
     return Columns(names, kinds, kind, *places), metadata
@@ -288,12 +268,8 @@ def _check_metadata(entry: Any, path: str) -> None:
     if isinstance(entry, dict):
         wrong = [value for value in entry.values() if not isinstance(value, str)]
     if wrong:
-        raise errors.HeaderError(
-            "__metadata__ holds something other than strings",
-            file=path,
-            expected="{string: string}",
-            found=brief(wrong[0]),
-        )
+        what = "__metadata__ holds something other than strings"
+        raise bad(path, what, None, "{string: string}", brief(wrong[0]))
 
 
 def _row(
@@ -362,10 +338,5 @@ def _variant(spelled: Any) -> str:
 
 
 def _bad(path: str, name: str, expected: str, found: object) -> errors.HeaderError:
-    return errors.HeaderError(
-        "malformed tensor entry",
-        file=path,
-        tensor=name,
-        expected=expected,
-        found=found if isinstance(found, str) else brief(found),
-    )
+    found = found if isinstance(found, str) else brief(found)
+    return bad(path, "malformed tensor entry", name, expected, found)

@@ -49,11 +49,9 @@ def loads(
         # The text is there twice. What each sign begins takes at most so much, as CPython keeps it.
         size = 2 * len(raw) + sum(raw.count(sign) * nbytes for sign, nbytes in _HELD)
         if size > max(most, 4 * len(raw)):
-            message = f"the {what} would take too much memory"
-            limit = errors.amount(max(most, 4 * len(raw)))
-            raise errors.HeaderError(
-                message, file=path, expected=f"at most {limit}", found=errors.amount(size)
-            )
+            limit = f"at most {errors.amount(max(most, 4 * len(raw)))}"
+            what = f"the {what} would take too much memory"
+            raise bad(path, what, None, limit, errors.amount(size))
 
     parse = functools.partial(json.loads, parse_constant=_reject, parse_float=_float)
     if b"-0" in raw:
@@ -86,9 +84,7 @@ def loads(
         raise
     except ValueError as error:
         reason = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-        raise errors.HeaderError(
-            f"the {what} is not {reason}", file=path, found=_said(raw, error)
-        ) from None
+        raise bad(path, f"the {what} is not {reason}", None, None, _said(raw, error)) from None
     return value
 
 
@@ -105,7 +101,7 @@ def check(value: Any, path: str, outer: int = 0) -> None:
             if isinstance(item, str):
                 if not encodable(item):
                     reason = "the JSON has half of a surrogate pair in a string"
-                    raise errors.HeaderError(reason, file=path, found=brief(item))
+                    raise bad(path, reason, None, None, brief(item))
             elif isinstance(item, int):
                 try:
                     float(item)
@@ -128,6 +124,14 @@ brief = _brief.repr
 """A value for an error message, however long or deep it is."""
 
 
+def bad(
+    file: Any, what: str, name: str | None = None, expected: object = None, found: object = None
+) -> errors.HeaderError:
+    """The error of a malformed file, a source or its path, or of one of its tensors."""
+    path = getattr(file, "name", file)
+    return errors.HeaderError(what, file=path, tensor=name, expected=expected, found=found)
+
+
 def _table(twice: list[tuple[dict[str, Any], _Pairs]], pairs: _Pairs) -> dict[str, Any]:
     """An object of the JSON; those that give a name twice are noted."""
     table = dict(pairs)
@@ -140,7 +144,7 @@ def _repeated(pairs: _Pairs) -> errors.HeaderError:
     seen: set[str] = set()
     name, value = next(pair for pair in pairs if pair[0] in seen or seen.add(pair[0]))
     tensor, what = name if isinstance(value, dict) else None, "the JSON gives a name twice"
-    return errors.HeaderError(f"{what} in one object", tensor=tensor, found=brief(name))
+    return bad(None, f"{what} in one object", tensor, None, brief(name))
 
 
 def _said(raw: bytes, error: ValueError) -> str:
@@ -169,11 +173,11 @@ def _float(text: str) -> float:
 
 
 def _too_large(number: str | int, path: str | None = None) -> errors.HeaderError:
-    return errors.HeaderError("the JSON has a number out of range", file=path, found=brief(number))
+    return bad(path, "the JSON has a number out of range", None, None, brief(number))
 
 
 def _nested(path: str) -> errors.HeaderError:
-    return errors.HeaderError("the JSON is nested too deep", file=path)
+    return bad(path, "the JSON is nested too deep")
 
 
 def encodable(text: object) -> bool:

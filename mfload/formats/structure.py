@@ -23,7 +23,7 @@ from typing import Any
 
 from mfload import errors
 from mfload.formats import strict_json
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 
 KEY = "mfload.tree"
 """The name of the metadata string that holds a tree."""
@@ -71,9 +71,9 @@ def loads(text: str, file: str, tensor: Callable[[TensorName], Any]) -> Any:
         return _decoded(tree, tensor)
     except KeyError as error:
         what = "the tree names a tensor that the checkpoint lacks"
-        raise errors.HeaderError(what, file=file, tensor=str(error.args[0])) from None
+        raise bad(file, what, str(error.args[0])) from None
     except (TypeError, ValueError) as error:
-        raise errors.HeaderError("malformed tree", file=file, found=str(error)) from None
+        raise bad(file, "malformed tree", None, None, str(error)) from None
 
 
 def items(metadata: Mapping[str, str], file: str) -> dict[str, bool]:
@@ -81,8 +81,7 @@ def items(metadata: Mapping[str, str], file: str) -> dict[str, bool]:
     text = metadata.get(ITEMS, "{}").encode("utf-8", "surrogatepass")
     found = strict_json.loads(text, file, ITEMS)
     if not isinstance(found, dict) or not {*map(type, found.values())} <= {bool}:
-        what, expected = f"malformed {ITEMS}", "{name: true or false}"
-        raise errors.HeaderError(what, file=file, expected=expected, found=brief(found))
+        raise bad(file, f"malformed {ITEMS}", None, "{name: true or false}", brief(found))
     return found
 
 

@@ -18,7 +18,7 @@ from mfload import errors, sources
 from mfload.dtypes import NARROW
 from mfload.formats.crc32c import crc32c
 from mfload.formats.ocdbt import Value
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 from mfload.formats.zarr_metadata import (
     FILES,
     MAX_METADATA,
@@ -26,7 +26,6 @@ from mfload.formats.zarr_metadata import (
     Codecs,
     Coords,
     Sharding,
-    bad,
     fill_bytes,
     parse,
 )
@@ -103,7 +102,7 @@ class Store:
         if value.offset + value.nbytes > size:
             what = "a chunk reaches out of its file: the file is truncated"
             end = errors.amount(value.offset + value.nbytes)
-            raise bad(what, value.file, name, end, errors.amount(size))
+            raise bad(value.file, what, name, end, errors.amount(size))
         return number
 
 
@@ -281,6 +280,6 @@ def _metadata(store: Store, name: str) -> Array:
     value = store.values[keys[version]]
     if value.nbytes > MAX_METADATA:
         what = "the metadata of an array is over the limit"
-        raise bad(what, value.file, name, errors.amount(MAX_METADATA), errors.amount(value.nbytes))
+        raise bad(value.file, what, name, errors.amount(MAX_METADATA), errors.amount(value.nbytes))
     text = store.fetch(value, 0, value.nbytes, name)
     return parse(text, version, value.file, name)

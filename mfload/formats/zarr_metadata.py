@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from mfload import dtypes, errors
 from mfload.dtypes import DType
 from mfload.formats import strict_json
-from mfload.formats.strict_json import brief
+from mfload.formats.strict_json import bad, brief
 
 FILES = {2: ".zarray", 3: "zarr.json"}
 """The file of an array's JSON, by version."""
@@ -69,7 +69,7 @@ class Array(NamedTuple):
 
     def bad(self, what: str, expected: object = None, found: object = None) -> errors.HeaderError:
         """An error of the array."""
-        return bad(what, self.file, self.name, expected, found)
+        return bad(self.file, what, self.name, expected, found)
 
 
 def parse(text: bytes, version: int, file: str, name: str) -> Array:
@@ -123,7 +123,7 @@ class _Metadata:
 
     def bad(self, field: str, found: object, expected: object = None) -> errors.HeaderError:
         what = f"malformed {field}"
-        return bad(what, self.file, self.name, expected, brief(found))
+        return bad(self.file, what, self.name, expected, brief(found))
 
     def dict(self, value: Any, field: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -209,7 +209,7 @@ class _Metadata:
         if name not in _COMPRESSORS:
             what = "mfload can't decompress the chunks of the array"
             expected = " | ".join(_COMPRESSORS)
-            raise bad(what, self.file, self.name, expected, brief(name))
+            raise bad(self.file, what, self.name, expected, brief(name))
         return name
 
     def codecs(self, value: Any, dtype: DType, chunk: Coords) -> tuple[Codecs, Sharding | None]:
@@ -256,10 +256,3 @@ class _Metadata:
     def _index_codec(self, value: Any) -> str:
         name, how = self.named(value, "index_codecs")
         return name if how.get("endian", "little") == "little" else "big-endian"
-
-
-def bad(
-    what: str, file: str, name: str, expected: object = None, found: object = None
-) -> errors.HeaderError:
-    """An error of an array."""
-    return errors.HeaderError(what, file=file, tensor=name, expected=expected, found=found)

@@ -571,7 +571,7 @@ class LazyCheckpoint(_Reader, Generic[Array]):
         return html_table(rows, head=True) + (rest and f"<p>{rest}</p>")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        origin, names = getattr(self._index, "found", self._sources), None
+        origin, names = self._index.found or self._sources, None
         if self._asked.names is not None:  # A function of the user's may not be pickled.
             names = list(self._index.names)
         asked = self._asked._replace(names=names, report=None)

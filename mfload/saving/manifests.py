@@ -27,6 +27,7 @@ from mfload import errors, sources
 from mfload.formats import discovery, strict_json
 from mfload.formats.base import FORMATS
 from mfload.formats.discovery import INDEX_SUFFIX
+from mfload.sources.base import read_whole
 
 SUFFIX = ".checksums.json"
 LONGEST = 240
@@ -160,9 +161,7 @@ def _files_of(path: str) -> set[str] | None:
     """The files that a manifest names; None if it can't be read."""
     try:
         source = sources.find(path)
-        if source.size > MAX_SIZE:
-            return None
-        table = strict_json.loads(source.read(0, source.size), path, "manifest")
+        table = strict_json.loads(read_whole(source, MAX_SIZE, "too long"), path, "manifest")
         return {*table.get("files", ()), *table.get("identity", ())}
     except (errors.MfloadError, AttributeError, TypeError):
         return None  # Unknown.

@@ -14,6 +14,7 @@ import numpy as np
 from mfload import errors
 from mfload.runtime import Task, start
 from mfload.sources.base import ClosedAtEnd, Handle, Source
+from mfload.sources.memory import scatter
 
 
 class AheadSource:
@@ -80,17 +81,12 @@ class AheadHandle(ClosedAtEnd):
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector (see `Handle`)."""
-        nbytes = sum(part.nbytes for part in vector)
-        data = self._source.find(offset, nbytes)
-        if data is None:
-            if self._handle is None:
-                self._handle = self._source.source.open(self._flags)
-            return self._handle.read(vector, offset, least)
-        at = 0
-        for part in vector:
-            np.frombuffer(part, np.uint8)[:] = data[at : at + part.nbytes]
-            at += part.nbytes
-        return nbytes
+        data = self._source.find(offset, sum(part.nbytes for part in vector))
+        if data is not None:
+            return scatter(data, vector)
+        if self._handle is None:
+            self._handle = self._source.source.open(self._flags)
+        return self._handle.read(vector, offset, least)
 
     def close(self) -> None:
         """Closes it; more than once does nothing."""

@@ -181,6 +181,17 @@ def shrunk(name: str, expected: int, found: int) -> errors.SourceChangedError:
     )
 
 
+def read_whole(source: Source, most: int, what: str) -> bytes:
+    """All bytes of a source; raises HeaderError, which says `what`, if there are more than `most`.
+
+    For files that are read at once: what they say of their size is hostile input.
+    """
+    if source.size > most:
+        found, limit = errors.amount(source.size), f"at most {errors.amount(most)}"
+        raise errors.HeaderError(what, file=source.name, expected=limit, found=found)
+    return source.read(0, source.size)
+
+
 def redacted(url: str) -> str:
     """A URL without what may be secret in it: user, password, query."""
     scheme, mark, whole = url.partition("://") if "://" in url else ("", "", url)

@@ -67,13 +67,18 @@ class MemoryHandle(ClosedAtEnd):
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Copies bytes into the buffers of a vector (see `Handle`)."""
-        start = offset
-        for part in vector:
-            nbytes = part.nbytes
-            if least is not None:
-                nbytes = min(nbytes, max(least - offset + start, self._source.size - offset))
-            if nbytes:
-                # NumPy copies without the interpreter's lock.
-                np.frombuffer(part, np.uint8)[:nbytes] = self._source.part(offset, nbytes)
-            offset += nbytes
-        return offset - start
+        nbytes = sum(part.nbytes for part in vector)
+        if least is not None:
+            nbytes = min(nbytes, max(least, self._source.size - offset))
+        return scatter(self._source.part(offset, nbytes), vector)
+
+
+def scatter(data: Any, vector: list[Any]) -> int:
+    """Copies bytes into the buffers of a vector, as NumPy does without the interpreter's lock."""
+    at = 0
+    for part in vector:
+        nbytes = min(part.nbytes, data.size - at)
+        if nbytes:
+            np.frombuffer(part, np.uint8)[:nbytes] = data[at : at + nbytes]
+        at += nbytes
+    return at
