@@ -35,7 +35,7 @@ from mfload.sources.base import Source
 _LANDED = 8  # Of the overhead: a lot that is put together in memory, and what reads it.
 
 
-class DraftFiller:
+class Copier:
     """Place that writes what it takes to drafts, and hashes each write.
 
     The key of a lot says which ranges of the drafts are written, each of ranges of its bytes.

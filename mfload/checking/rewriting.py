@@ -19,7 +19,7 @@ from mfload import dtypes, errors
 from mfload.checking import beside, copying, manifest, renaming
 from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
-from mfload.checking.copying import DraftFiller
+from mfload.checking.copying import Copier
 from mfload.checking.manifest import Manifest
 from mfload.checking.scan import readers
 from mfload.checking.sealing import Seal
@@ -198,11 +198,11 @@ class _Rewrite:
         # Both passes tell of the same bytes, but for the headers.
         nbytes = sum(made.size for made in self.layouts) + sum(row.nbytes for row in rows)
         with shown(self.wishes.progress, nbytes) as advance:
-            filler = DraftFiller(drafts, self.layouts, sources, how, hasher, seal, journal)
-            if filler.resumed:
-                resumed = errors.amount(filler.resumed)
+            copier = Copier(drafts, self.layouts, sources, how, hasher, seal, journal)
+            if copier.resumed:
+                resumed = errors.amount(copier.resumed)
                 self.notes.append(f"went on after {resumed} that an earlier run wrote")
-            filler.run(advance)
+            copier.run(advance)
             for draft in drafts:
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
             if known is not None and compared:
