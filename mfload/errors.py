@@ -273,6 +273,17 @@ def from_target(
     return _translated(error, _TARGET_KINDS.get(error.errno, other), action, file=file, **fields)
 
 
+@contextmanager
+def as_target(file: str, action: str) -> Generator[None]:
+    """Raises errors of the system as TargetErrors (see `from_target`)."""
+    try:
+        yield
+    except TargetError:
+        raise
+    except OSError as error:
+        raise from_target(error, file, action) from error
+
+
 def _translated(error: OSError, kind: type[_E], action: str, **fields: Any) -> _E:
     reason = error.strerror or str(error) or type(error).__name__
     made = kind(f"could not {action}: {reason}", **fields)

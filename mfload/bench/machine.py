@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
+import random
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mfload.bench.ceilings import MIB, Extent, Pattern, paths_of, read
 from mfload.diagnostics import host
@@ -85,6 +87,18 @@ def facts(file: str) -> dict[str, str]:
     disk = host.disk(root, host.mount(root, os.path.realpath(file)))
     found = {each.what: each.found for each in (*host.look(root), *disk)}
     return {**found, "Python": platform.python_version()}
+
+
+def begun(**how: Any) -> dict[str, Any]:
+    """What a run notes of itself when it begins: how it is made, its seed, when, and the load."""
+    load = round(os.getloadavg()[0], 2)
+    seed = random.SystemRandom().randrange(2**32)
+    return {"seed": seed, **how, "load_average": load, "started": moment()}
+
+
+def moment() -> str:
+    """Date and time as runs note them."""
+    return time.strftime("%Y-%m-%d %H:%M")
 
 
 def file_system(path: str | os.PathLike[str]) -> str:

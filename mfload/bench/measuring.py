@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import random
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,26 +74,12 @@ def bench(
     watch(0, 0, "reading headers")
     job, notes = choose(path, names, max_bytes)
     entrants = entrants_of(frameworks, engines, peers=peers, everything=job["names"] is None)
+    run = {"rounds": rounds, "threads": threads, "quick": quick}
     found: dict[str, Any] = {
         "schema": 3,  # Counts up when a field changes its meaning or goes.
         "machine": _machine(job["files"][0]),
-        "run": {
-            "seed": random.SystemRandom().randrange(2**32),
-            "rounds": rounds,
-            "threads": threads,
-            "quick": quick,
-            "load_average": round(os.getloadavg()[0], 2),
-            "started": time.strftime("%Y-%m-%d %H:%M"),
-        },
-        "checkpoint": {
-            "path": job["path"],
-            "files": len(job["files"]),
-            "nbytes": job["nbytes"],
-            "tensors": job["tensors"],
-            "read_bytes": sum(stop - start for _, start, stop in job["extents"]),
-            "whole": job["names"] is None,
-            "notes": notes,
-        },
+        "run": machine.begun(**run),
+        "checkpoint": _checkpoint(job, notes),
         "conditions": [],
         "impossible": {},
         "rows": [],
@@ -116,10 +101,23 @@ def bench(
                 continue
             trial = ceilings.trial(cores(), cold=cold, quick=quick)
             _measure_case(found, case, job | {"cold": cold}, trial, able, limit, watch)
-    found["run"]["ended"] = time.strftime("%Y-%m-%d %H:%M")
+    found["run"]["ended"] = machine.moment()
     found["rows"] = [row for case in cases for row in results.rows(found, case, entrants)]
     found["conditions"] = results.conditions(found)
     return found
+
+
+def _checkpoint(job: dict[str, Any], notes: Sequence[str]) -> dict[str, Any]:
+    """What is measured."""
+    return {
+        "path": job["path"],
+        "files": len(job["files"]),
+        "nbytes": job["nbytes"],
+        "tensors": job["tensors"],
+        "read_bytes": sum(stop - start for _, start, stop in job["extents"]),
+        "whole": job["names"] is None,
+        "notes": notes,
+    }
 
 
 def _machine(file: str) -> dict[str, str]:

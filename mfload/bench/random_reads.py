@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import shutil
 import sys
 import tempfile
@@ -70,18 +69,17 @@ def bench(
     if kind in machine.MEMORY_FILE_SYSTEMS:
         what = f"{kind} keeps its files in memory, so there is no disk to measure"
         raise errors.UsageError(what, file=place, expected="a place on a disk")
-    started, load = time.strftime("%Y-%m-%d %H:%M"), round(os.getloadavg()[0], 2)
+    run = machine.begun(quick=quick)
     blocks, depths = _QUICK if quick else (BLOCKS, DEPTHS)
     seconds = (_QUICK_SECONDS if quick else _SECONDS) / len(engines)
     points: list[dict[str, Any]] = []
     impossible: dict[str, str] = {}
     with _files(paths, folder, max_bytes, watch) as files:
         nbytes = sum(map(os.path.getsize, files))
-        seed = random.SystemRandom().randrange(2**32)
         for number, engine in enumerate(engines):
             watch(number, len(engines), engine)
             given = {"files": files, "engine": engine, "blocks": blocks, "depths": depths,
-                     "seconds": seconds, "seed": seed}  # fmt: skip
+                     "seconds": seconds, "seed": run["seed"]}  # fmt: skip
             taken, why = ask(_CHILD, given=given, timeout=timeout)
             if why or taken["why"]:
                 impossible[engine] = why or taken["why"]
@@ -90,13 +88,13 @@ def bench(
         "schema": 1,  # Counts up when a field changes its meaning or goes.
         "kind": "random reads",
         "machine": machine.facts(place),
-        "run": {"seed": seed, "quick": quick, "load_average": load, "started": started},
+        "run": run,
         "file": {"path": os.path.abspath(place), "nbytes": nbytes, "scratch": folder is not None},
         "conditions": [],
         "impossible": impossible,
         "points": points,
     }
-    found["run"]["ended"] = time.strftime("%Y-%m-%d %H:%M")
+    run["ended"] = machine.moment()
     found["conditions"] = _conditions(found)
     return found
 
@@ -113,12 +111,10 @@ def _files(
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         left = min(nbytes, shutil.disk_usage(folder).free // 4)
         rng, end = np.random.Generator(np.random.SFC64()), time.monotonic() + _WRITING
-        try:
+        with errors.as_target(folder, "write a scratch file"):
             while left > 0 and (time.monotonic() < end or file.tell() < _ENOUGH):
                 left -= file.write(rng.bytes(min(left, 16 << 20)))
             os.fsync(file.fileno())
-        except OSError as error:
-            raise errors.from_target(error, folder, "write a scratch file") from error
         yield [f"/proc/{os.getpid()}/fd/{file.fileno()}"]
 
 

@@ -165,26 +165,10 @@ def verify(
     seen = _headers(path, how)
     choose = partial(_chosen, seen, manifest, mode, checksums, overwrite=overwrite)
     chosen = how.deadline.bound(choose, "reading the manifest", seen.found.name)
-    known = chosen.known
-    of_tensors = checksums != "sha256" and (known is None or known.hashed)
-    of_files = checksums != "xxh3"
-    by_file = of_files and (mode == "write" or known is not None)
-    expected, differing = _expected(seen, known, sha256, of_tensors=of_tensors, of_files=by_file)
-    hashed: dict[Any, None] = dict.fromkeys(expected)
-    if mode == "write":
-        hashed |= dict.fromkeys(seen.tensors if of_tensors else ())
-        hashed |= dict.fromkeys(range(len(seen.sources)) if of_files else ())
-    sums = _own_sums(seen) if checksums else []
-    compared = {n for n, each in enumerate(seen.sources) if getattr(each, "compares", False)}
-    compared = compared if checksums else set()
-    tensors = seen.tensors.values() if compared else ()
-    hashed |= {info.name: None for info in tensors if info.pieces[0].source in compared}
-    keys: dict[int, list[Any]] = {}  # What is hashed of each file, by its number.
-    for key in (*hashed, *sums):
-        number = seen.tensors[key].pieces[0].source if isinstance(key, str) else key
-        keys.setdefault(number if isinstance(number, int) else number[0], []).append(key)
-    ranges = {number: _ranges(seen, number, keys[number], how) for number in keys}
-    total = read = sum(part.nbytes for parts in ranges.values() for part in parts)
+    check = _Check(seen, chosen, how, mode, checksums)
+    check.expect(sha256)
+    check.choose_ranges()
+    total = check.read_bytes
     other = None if against is None else _headers(against, how)
     comparison = None
     if other is not None:
@@ -192,56 +176,274 @@ def verify(
             both = _pairs(seen, other)
             comparison = Comparison(seen.sources, other.sources, both, values=False)
         total += comparison.nbytes
-        read += 2 * comparison.nbytes
+        check.read_bytes += 2 * comparison.nbytes
     with shown(progress, total) as advance:
-        try:
-            digests = _hash(seen, keys, ranges, how, advance)
-        except errors.ChecksumError as error:  # Of a source that compares what it reads.
-            digests = {}
-            seen.problems.append(Problem.of(error))
-        differing += _differing(seen, expected, digests)
+        check.hash(advance)
+        check.judge()
+        if other is not None and comparison is not None:
+            _compare(seen, other, comparison, how, advance)
+    check.look_again()
+    check.write(overwrite=overwrite, compared=other is not None)
+    return check.result(start, compared=other is not None)
+
+
+class _Check:
+    """A check of a checkpoint by checksums.
+
+    What has a digest has a key: a tensor its name, a file its number, and a checksum in a file
+    (number of the file, checksum).
+
+    Attributes:
+        seen: The headers, with all problems and notes so far.
+        read_bytes: Bytes of data that are read.
+        of_tensors: Whether digests of tensors are compared with a manifest, or written to one.
+        of_files: The same of files.
+    """
+
+    def __init__(
+        self, seen: Headers, chosen: _Chosen, how: LoadOptions, mode: str, checksums: bool | str
+    ) -> None:
+        known = chosen.known
+        self.seen, self.read_bytes = seen, 0
+        self.of_tensors = checksums != "sha256" and (known is None or known.hashed)
+        self.of_files = checksums != "xxh3" and (mode == "write" or known is not None)
+        self._chosen, self._how, self._mode, self._by_sums = chosen, how, mode, bool(checksums)
+        self._expected: dict[Any, PublishedSum] = {}
+        self._differing: list[Problem] = []  # From the manifest.
+        self._sums: list[tuple[int, Checksum]] = []  # In the files themselves.
+        self._compared: set[int] = set()  # Sources that compare what is read of them.
+        self._keys: dict[int, list[Any]] = {}  # What is hashed of each file, by its number.
+        self._ranges: dict[int, list[Block]] = {}  # What is read of it for that.
+        self._digests: dict[Any, str] = {}
+        self._written: str | None = None
+
+    def expect(self, sha256: Sums) -> None:
+        """Finds the digests that are known; what the headers show to differ is a problem."""
+        seen, known, files = self.seen, self._chosen.known, self.seen.found.names
+        sums = published.expected(sha256, files)
+        if sha256 is not None and not isinstance(sha256, Mapping):
+            missing = [file for file in files if file not in sums]
+            seen.problems += [Problem("no SHA-256 is known of the file", file) for file in missing]
+        if self.of_files:
+            # What the user gave counts most, then the cache of the hub.
+            sums = published.expected("auto", files) | sums
+        if known is not None:
+            self._expect_known(known, sums)
+        for number, source in enumerate(seen.sources):
+            if source.name in sums:
+                self._expected[number] = sums[source.name]
+
+    def _expect_known(self, known: Manifest, sums: dict[str, PublishedSum]) -> None:
+        """Takes the digests of a manifest: of tensors, and of files that `sums` lacks."""
+        seen, expected, differing = self.seen, self._expected, self._differing
+        names = manifests.relative_names(seen.found.names, seen.found.index_file)
+        for file, name in names.items():
+            if self.of_files and name in known.files:
+                sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))
+        single = seen.found.index_file is None and not seen.found.whole
+        others = known.files.keys() ^ {*names.values()}
+        if part := single and manifests.part_of(known, names.values()):
+            seen.notes.append("the manifest has other files, too, which were not checked")
+            others = {*names.values()} - known.files.keys()
+        if not self.of_tensors:
+            what = "the file is in the manifest or in the checkpoint, and not in both"
+            seen.problems += [Problem(what, name) for name in sorted(others)]
+        elif known.files and others:
+            seen.notes.append(
+                f"the manifest knows other files than these ({len(others)}); tensors were compared"
+            )
+        for name in seen.tensors if self.of_tensors else ():
+            if name in known.tensors and (digest := known.tensors[name].digest) is not None:
+                expected[name] = PublishedSum(digest, _MANIFEST)
+        for info, wanted, found in known.differences(seen.tensors.values()):
+            what = "the tensor is not as in the manifest"
+            differing.append(Problem(what, seen.file_of(info), info.name, wanted, found))
+            expected.pop(info.name, None)
+        what = "a tensor of the manifest is missing"
+        missing = [name for name in known.tensors if name not in seen.tensors and not part]
+        differing += [Problem(what, None, name) for name in missing]
+
+    def choose_ranges(self) -> None:
+        """Chooses what is read and hashed."""
+        seen = self.seen
+        hashed: dict[Any, None] = dict.fromkeys(self._expected)
+        if self._mode == "write":
+            hashed |= dict.fromkeys(seen.tensors if self.of_tensors else ())
+            hashed |= dict.fromkeys(range(len(seen.sources)) if self.of_files else ())
+        if self._by_sums:
+            self._sums = _own_sums(seen)
+            of = enumerate(seen.sources)
+            self._compared = {n for n, each in of if getattr(each, "compares", False)}
+        for info in seen.tensors.values() if self._compared else ():
+            if info.pieces[0].source in self._compared:
+                hashed[info.name] = None
+        for key in (*hashed, *self._sums):
+            number = seen.tensors[key].pieces[0].source if isinstance(key, str) else key
+            number = number if isinstance(number, int) else number[0]
+            self._keys.setdefault(number, []).append(key)
+        self._ranges = {number: self._ranges_of(number) for number in self._keys}
+        self.read_bytes = sum(part.nbytes for some in self._ranges.values() for part in some)
+
+    def _ranges_of(self, number: int) -> list[Block]:
+        """What is read of a file: all of it, or ranges of whole tensors, as many as readers.
+
+        A tensor is hashed by one thread after the other, and so is a file.
+        """
+        source, keys = self.seen.sources[number], self._keys[number]
+        if not all(isinstance(key, str) for key in keys):
+            return [Block(number, 0, source.size, ())]
+        pieces = [
+            piece
+            for key in keys
+            for piece in self.seen.tensors[key].pieces
+            if piece.stored is None or piece.stored.inline is None
+        ]
+        threads = self._how.threads or reader_threads(direct=False)
+        most = max(scanning.BLOCK, sum(piece.nbytes for piece in pieces) // threads + 1)
+        return [block for block, _ in joined(pieces, source.costs.merge_gap, most)]
+
+    def hash(self, advance: Advance) -> None:
+        """Reads and hashes; what can't be read is a problem."""
+        seen, digests = self.seen, dict[Any, str]()
+        rounds = [sorted(self._keys)]
+        for numbers in rounds:
+            wanted = [key for number in numbers for key in self._keys[number]]
+            hasher = Hasher(
+                [seen.tensors[key] for key in wanted if isinstance(key, str)],
+                {key: seen.sources[key].size for key in wanted if isinstance(key, int)},
+                [key for key in wanted if isinstance(key, tuple)],
+            )
+            parts = [part for number in numbers for part in self._ranges[number]]
+            try:
+                seen.notes += scanning.scan_ranges(seen.sources, parts, hasher, self._how, advance)
+            except errors.LoadTimeoutError:
+                raise
+            except errors.ChecksumError as error:  # Of a source that compares what it reads.
+                seen.problems.append(Problem.of(error))
+                return
+            except errors.SourceError as error:
+                if len(numbers) == 1:
+                    seen.problems.append(Problem.of(error))
+                else:
+                    # Each by itself: the failure of one file cut the others off.
+                    rounds += [[number] for number in numbers]
+            else:
+                digests |= hasher.digests()
+        self._digests = digests
+
+    def judge(self) -> None:
+        """Adds a problem for each digest that is not as it should be."""
+        seen, known, digests, differing = (
+            self.seen,
+            self._chosen.known,
+            self._digests,
+            self._differing,
+        )
+        for key, (digest, origin) in self._expected.items():
+            found = digests.get(key, digest)
+            if found != digest and isinstance(key, str):
+                what, file = "the tensor's bytes have changed", seen.file_of(seen.tensors[key])
+                differing.append(Problem(what, file, key, digest, found))
+            elif found != digest:
+                file, wanted = seen.sources[key].name, f"{digest} ({origin})"
+                told = differing if origin == _MANIFEST else seen.problems
+                told.append(Problem(_OTHER_SUM, file, None, wanted, found))
         if differing and known is not None:
-            look = partial(_of_other_data, seen, known, differing)
-            seen.problems += how.deadline.bound(look, "reading headers", known.path)
-        for number, each in sums:
+            look = partial(self._told, known)
+            seen.problems += self._how.deadline.bound(look, "reading headers", known.path)
+        for number, each in self._sums:
             if (found := digests.get((number, each), each.crc32)) != each.crc32:
                 info = seen.tensors[each.tensor]
                 seen.add("the CRC-32 differs from the archive's", info, each.crc32, found)
-        if other is not None and comparison is not None:
-            _compare(seen, other, comparison, how, advance)
-    if seen.problems:
-        at = [*seen.sources, seen.found.index, chosen.read_from]
-        look = partial(_replaced, list(filter(None, at)))
-        seen.problems[:] = how.deadline.bound(look, "looking again") or seen.problems
-    written = chosen.target is not None and not seen.problems
-    if written:
-        _write(seen, chosen, digests, of_tensors, of_files, how, overwrite=overwrite)
-    elif chosen.target is not None:
-        seen.notes.append("no manifest was written, since there are problems")
-    elif checksums and mode == "auto" and not (digests or known or other or seen.problems):
-        beside = "" if chosen.beside is None else f" at {chosen.beside}"
-        seen.notes.append(f"there is no manifest{beside}: mode='write' makes one")
-    checked = {
-        "headers": True,
-        "index": seen.found.index_file is not None,
-        "checksums": mode == "write" or bool(compared) or (known is not None and of_tensors),
-        "crc32": bool(sums),
-        "sha256": any(isinstance(key, int) for key in expected),
-        "against": other is not None,
-    }
-    columns = seen.tensors.columns
-    others = columns.others.values()  # Of these, the column has the bytes of the first piece.
-    return Verification(
-        tuple(seen.problems),
-        tuple(dict.fromkeys(seen.notes)),
-        tuple(what for what, done in checked.items() if done),
-        len(seen.found.files),
-        len(seen.tensors),
-        sum(columns.nbytes) + sum(info.nbytes - info.pieces[0].nbytes for info in others),
-        read,
-        time.perf_counter() - start,
-        known.path if known is not None else chosen.target if written else None,
-    )
+
+    def _told(self, known: Manifest) -> Sequence[Problem]:
+        """What differs, with a single problem for the files that the manifest is not of."""
+        seen, differing = self.seen, self._differing
+        if known.hashed and all(each.what == _OTHER_SUM for each in differing):
+            return differing  # Only SHA-256 sums differ: the tensors are those of the manifest.
+        numbers = {source.name: number for number, source in enumerate(seen.sources)}
+        named = [numbers.get(each.file or "") for each in differing]
+        # A missing tensor may belong to any file.
+        looked = (
+            range(len(numbers)) if None in named else sorted({n for n in named if n is not None})
+        )
+        others = manifests.others(known, looked, seen.sources, seen.tensors)
+        if not others:
+            return differing
+        file, (expected, found) = next(iter(others.items()))
+        left = [each for each in differing if each.file in numbers and each.file not in others]
+        left = [] if seen.found.directory is not None else left  # A directory is one checkpoint.
+        return [Problem(OTHER_DATA, file, None, expected, found), *left]
+
+    def look_again(self) -> None:
+        """Puts in place of problems that sources changed since they were read, if any did."""
+        seen = self.seen
+        if seen.problems:
+            at = [*seen.sources, seen.found.index, self._chosen.read_from]
+            look = partial(_replaced, list(filter(None, at)))
+            seen.problems[:] = self._how.deadline.bound(look, "looking again") or seen.problems
+
+    def write(self, *, overwrite: bool, compared: bool) -> None:
+        """Writes the manifest if one is asked for and nothing is wrong."""
+        seen, chosen = self.seen, self._chosen
+        if chosen.target is not None and not seen.problems:
+            self._write(chosen.target, overwrite=overwrite)
+        elif chosen.target is not None:
+            seen.notes.append("no manifest was written, since there are problems")
+        said = self._digests or chosen.known or compared or seen.problems
+        if self._by_sums and self._mode == "auto" and not said:
+            beside = "" if chosen.beside is None else f" at {chosen.beside}"
+            seen.notes.append(f"there is no manifest{beside}: mode='write' makes one")
+
+    def _write(self, target: str, *, overwrite: bool) -> None:
+        """Writes the manifest of what was hashed, unless the files were replaced meanwhile."""
+        seen, digests, deadline = self.seen, self._digests, self._how.deadline
+        names = manifests.relative_names(seen.found.names, seen.found.index_file)
+        entries = {
+            names[source.name]: FileEntry(source.size, digests[number])
+            for number, source in enumerate(seen.sources)
+            if self.of_files
+        }
+        numbers = range(len(seen.sources))
+        identity = manifests.identify(numbers, seen.sources, seen.tensors)
+        by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
+        made = Manifest.of(seen.tensors, digests if self.of_tensors else None, entries, by_name)
+        look = partial(sources.together, methodcaller("check"), seen.sources)
+        check = partial(deadline.bound, look, "looking at the files again")
+        files = [each.file for each in seen.sources if each.file is not None]
+        text = made.text().encode()
+        publishing.write_manifest(target, text, overwrite=overwrite, check=check, files=files)
+        self._written = target
+        for path in self._chosen.replaced:
+            with errors.as_target(path, "remove the old manifest"):
+                os.unlink(path)
+            seen.notes.append(f"removed {path}, the manifest with its earlier name")
+
+    def result(self, start: float, *, compared: bool) -> Verification:
+        """What was found since `start`; `compared`: with another checkpoint."""
+        seen, known = self.seen, self._chosen.known
+        by_manifest = self._mode == "write" or (known is not None and self.of_tensors)
+        checked = {
+            "headers": True,
+            "index": seen.found.index_file is not None,
+            "checksums": by_manifest or bool(self._compared),
+            "crc32": bool(self._sums),
+            "sha256": any(isinstance(key, int) for key in self._expected),
+            "against": compared,
+        }
+        columns = seen.tensors.columns
+        others = columns.others.values()  # Of these, the column has the bytes of the first piece.
+        return Verification(
+            tuple(seen.problems),
+            tuple(dict.fromkeys(seen.notes)),
+            tuple(what for what, done in checked.items() if done),
+            len(seen.found.files),
+            len(seen.tensors),
+            sum(columns.nbytes) + sum(info.nbytes - info.pieces[0].nbytes for info in others),
+            self.read_bytes,
+            time.perf_counter() - start,
+            known.path if known is not None else self._written,
+        )
 
 
 def _headers(path: Any, how: LoadOptions) -> Headers:
@@ -249,21 +451,29 @@ def _headers(path: Any, how: LoadOptions) -> Headers:
     return how.deadline.bound(look, "reading headers", sources.shown(path))
 
 
-def _differing(
-    seen: Headers, expected: Mapping[Any, PublishedSum], digests: Mapping[Any, str]
-) -> list[Problem]:
-    """Problems of digests that are not as the manifest says; those of others go to `seen`."""
-    differing: list[Problem] = []
-    for key, (digest, origin) in expected.items():
-        found = digests.get(key, digest)
-        if found != digest and isinstance(key, str):
-            what, file = "the tensor's bytes have changed", seen.file_of(seen.tensors[key])
-            differing.append(Problem(what, file, key, digest, found))
-        elif found != digest:
-            file, wanted = seen.sources[key].name, f"{digest} ({origin})"
-            told = differing if origin == _MANIFEST else seen.problems
-            told.append(Problem(_OTHER_SUM, file, None, wanted, found))
-    return differing
+def _replaced(given: Sequence[Source]) -> list[Problem]:
+    """A problem for each source that changed since it was read, so that it can't be judged."""
+    found: list[Problem] = []
+    for source in given:
+        try:
+            sources.check_now(source)
+        except errors.SourceChangedError as error:
+            found.append(Problem.of(error))
+        except errors.SourceError:
+            continue
+    return found
+
+
+def _own_sums(seen: Headers) -> list[tuple[int, Checksum]]:
+    """The checksums in the files themselves, with the number of the file."""
+    found: list[tuple[int, Checksum]] = []
+    if seen.found.directory is not None:
+        return found
+    for number, source in enumerate(seen.sources):
+        of_format = getattr(base.find(source), "checksums", None)
+        if of_format is not None:
+            found += [(number, each) for each in of_format(source)]
+    return found
 
 
 class _Chosen(NamedTuple):
@@ -375,188 +585,6 @@ def _read_manifest(
         if required or not (refused or absent):
             seen.problems.append(Problem.of(error))
         return None, None
-
-
-def _of_other_data(
-    seen: Headers, known: Manifest, differing: Sequence[Problem]
-) -> Sequence[Problem]:
-    """The problems, with a single one in place of those of files that the manifest is not of."""
-    if known.hashed and all(each.what == _OTHER_SUM for each in differing):
-        return differing  # Only SHA-256 sums differ: the tensors are those of the manifest.
-    numbers = {source.name: number for number, source in enumerate(seen.sources)}
-    named = [numbers.get(each.file or "") for each in differing]
-    # A missing tensor may belong to any file.
-    looked = range(len(numbers)) if None in named else sorted({n for n in named if n is not None})
-    others = manifests.others(known, looked, seen.sources, seen.tensors)
-    if not others:
-        return differing
-    file, (expected, found) = next(iter(others.items()))
-    left = [each for each in differing if each.file in numbers and each.file not in others]
-    left = [] if seen.found.directory is not None else left  # A directory is one checkpoint.
-    return [Problem(OTHER_DATA, file, None, expected, found), *left]
-
-
-def _write(
-    seen: Headers,
-    chosen: _Chosen,
-    digests: Mapping[Any, str],
-    of_tensors: bool,
-    of_files: bool,
-    how: LoadOptions,
-    *,
-    overwrite: bool,
-) -> None:
-    """Writes the manifest of what was hashed, unless the files were replaced meanwhile."""
-    names = manifests.relative_names(seen.found.names, seen.found.index_file)
-    entries = {
-        names[source.name]: FileEntry(source.size, digests[number])
-        for number, source in enumerate(seen.sources)
-        if of_files
-    }
-    numbers = range(len(seen.sources))
-    identity = manifests.identify(numbers, seen.sources, seen.tensors)
-    by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
-    made = Manifest.of(seen.tensors, digests if of_tensors else None, entries, by_name)
-    look = partial(sources.together, methodcaller("check"), seen.sources)
-    check = partial(how.deadline.bound, look, "looking at the files again")
-    files = [each.file for each in seen.sources if each.file is not None]
-    text = made.text().encode()
-    target = chosen.target or ""
-    publishing.write_manifest(target, text, overwrite=overwrite, check=check, files=files)
-    for path in chosen.replaced:
-        try:
-            os.unlink(path)
-        except OSError as error:
-            raise errors.from_target(error, path, "remove the old manifest") from error
-        seen.notes.append(f"removed {path}, the manifest with its earlier name")
-
-
-def _replaced(given: Sequence[Source]) -> list[Problem]:
-    """A problem for each source that changed since it was read, so that it can't be judged."""
-    found: list[Problem] = []
-    for source in given:
-        try:
-            sources.check_now(source)
-        except errors.SourceChangedError as error:
-            found.append(Problem.of(error))
-        except errors.SourceError:
-            continue
-    return found
-
-
-def _expected(
-    seen: Headers,
-    known: Manifest | None,
-    sha256: Sums,
-    *,
-    of_tensors: bool,
-    of_files: bool,
-) -> tuple[dict[Any, PublishedSum], list[Problem]]:
-    """Known digests, by name of tensor and number of file; problems of what the headers show."""
-    files = seen.found.names
-    sums = published.expected(sha256, files)
-    if sha256 is not None and not isinstance(sha256, Mapping):
-        missing = [file for file in files if file not in sums]
-        seen.problems += [Problem("no SHA-256 is known of the file", file) for file in missing]
-    if of_files:
-        # What the user gave counts most, then the cache of the hub.
-        sums = published.expected("auto", files) | sums
-    expected: dict[Any, PublishedSum] = {}
-    differing: list[Problem] = []
-    if known is not None:
-        names = manifests.relative_names(files, seen.found.index_file)
-        single = seen.found.index_file is None and not seen.found.whole
-        for file, name in names.items():
-            if of_files and name in known.files:
-                sums.setdefault(file, PublishedSum(known.files[name].sha256, _MANIFEST))
-        others = known.files.keys() ^ {*names.values()}
-        if part := single and manifests.part_of(known, names.values()):
-            seen.notes.append("the manifest has other files, too, which were not checked")
-            others = {*names.values()} - known.files.keys()
-        if not of_tensors:
-            what = "the file is in the manifest or in the checkpoint, and not in both"
-            seen.problems += [Problem(what, name) for name in sorted(others)]
-        elif known.files and others:
-            seen.notes.append(
-                f"the manifest knows other files than these ({len(others)}); tensors were compared"
-            )
-        for name in seen.tensors if of_tensors else ():
-            if name in known.tensors and (digest := known.tensors[name].digest) is not None:
-                expected[name] = PublishedSum(digest, _MANIFEST)
-        for info, wanted, found in known.differences(seen.tensors.values()):
-            what = "the tensor is not as in the manifest"
-            differing.append(Problem(what, seen.file_of(info), info.name, wanted, found))
-            expected.pop(info.name, None)
-        what = "a tensor of the manifest is missing"
-        missing = [name for name in known.tensors if name not in seen.tensors and not part]
-        differing += [Problem(what, None, name) for name in missing]
-    for number, source in enumerate(seen.sources):
-        if source.name in sums:
-            expected[number] = sums[source.name]
-    return expected, differing
-
-
-def _own_sums(seen: Headers) -> list[tuple[int, Checksum]]:
-    """The checksums in the files themselves, with the number of the file."""
-    found: list[tuple[int, Checksum]] = []
-    if seen.found.directory is not None:
-        return found
-    for number, source in enumerate(seen.sources):
-        of_format = getattr(base.find(source), "checksums", None)
-        if of_format is not None:
-            found += [(number, each) for each in of_format(source)]
-    return found
-
-
-def _ranges(seen: Headers, number: int, keys: list[Any], how: LoadOptions) -> list[Block]:
-    """What is read of a file: all of it, or ranges of whole tensors, as many as there are readers.
-
-    A tensor is hashed by one thread after the other, and so is a file.
-    """
-    if not all(isinstance(key, str) for key in keys):
-        return [Block(number, 0, seen.sources[number].size, ())]
-    pieces = [
-        piece
-        for key in keys
-        for piece in seen.tensors[key].pieces
-        if piece.stored is None or piece.stored.inline is None
-    ]
-    threads = how.threads or reader_threads(direct=False)
-    most = max(scanning.BLOCK, sum(piece.nbytes for piece in pieces) // threads + 1)
-    return [block for block, _ in joined(pieces, seen.sources[number].costs.merge_gap, most)]
-
-
-def _hash(
-    seen: Headers,
-    keys: Mapping[int, list[Any]],
-    ranges: Mapping[int, list[Block]],
-    how: LoadOptions,
-    advance: Advance,
-) -> dict[Any, str]:
-    """Digests by name of tensor and number of file; what can't be read is a problem."""
-    digests: dict[Any, str] = {}
-    rounds = [sorted(keys)]
-    for numbers in rounds:
-        wanted = [key for number in numbers for key in keys[number]]
-        hasher = Hasher(
-            [seen.tensors[key] for key in wanted if isinstance(key, str)],
-            {key: seen.sources[key].size for key in wanted if isinstance(key, int)},
-            [key for key in wanted if isinstance(key, tuple)],
-        )
-        parts = [part for number in numbers for part in ranges[number]]
-        try:
-            seen.notes += scanning.scan_ranges(seen.sources, parts, hasher, how, advance)
-        except errors.LoadTimeoutError:
-            raise
-        except errors.SourceError as error:
-            if len(numbers) == 1:
-                seen.problems.append(Problem.of(error))
-            else:
-                # Each by itself: the failure of one file cut the others off.
-                rounds += [[number] for number in numbers]
-        else:
-            digests |= hasher.digests()
-    return digests
 
 
 def _pairs(seen: Headers, other: Headers) -> list[Pair]:

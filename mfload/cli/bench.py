@@ -6,8 +6,9 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from mfload import errors, sources
 from mfload.cli import failures, options
@@ -83,60 +84,30 @@ def bench(
     say(f"mfload: {_about(path, random, quick, most, [out, picture])}")
     from mfload.bench import measuring, random_reads, results
 
+    given: dict[str, Any] = {"quick": quick, "max_bytes": most, "timeout": timeout}
     if random:
-        given = {"--frameworks": frameworks, "--rounds": rounds, "--cold": cold, "--warm": warm,
-                 "--names": names, "--threads": threads, "--peers": peers}  # fmt: skip
-        for name, value in given.items():
-            if value:
-                raise errors.UsageError(f"{name} can't be given with --random", found=value)
-        if not os.path.exists(path):
-            raise errors.SourceNotFoundError("no such file or directory", file=path)
-        files = [] if os.path.isdir(path) else [path]
+        others = {"--frameworks": frameworks, "--rounds": rounds, "--cold": cold, "--warm": warm,
+                  "--names": names, "--threads": threads, "--peers": peers}  # fmt: skip
+        files, of = _files_at_random(path, others), _listed(engines)
+        of = random_reads.ENGINES if of in ((), ("auto",)) else of
+        folder = None if files else path
+        measure: Callable[..., Any] = partial(
+            random_reads.bench, folder=folder, engines=of, **given
+        )
     else:
         files = [*filter(os.path.exists, discovery.find(path).names)]
-    for target, check in ((out, _check_earlier), (picture, _check_picture)):
-        if target is not None:
-            _check_target(target, files)
-            check(target)
-    if out is not None and picture is not None and out.resolve() == picture.resolve():
-        raise errors.UsageError("--out and --plot are one file", file=out)
-    said = ""
+        given |= {"threads": threads, "names": names, "peers": peers}
+        measure = partial(
+            measuring.bench,
+            frameworks=_listed(frameworks),
+            engines=_listed(engines) or ("auto",),
+            cases=("warm", "cold") if warm == cold else ("warm",) if warm else ("cold",),
+            rounds=(2 if quick else 5) if rounds is None else rounds,
+            **given,
+        )
+    _check_targets(out, picture, files)
     with bar("", unit="it") as advance:
-
-        def watch(done: int, total: int, what: str) -> None:
-            nonlocal said
-            if advance:
-                advance(done, total, what)
-            elif what != said:
-                said = what
-                say(f"mfload: {what}{f' ({done} of {total} done)' if total else ''}")
-
-        if random:
-            names_of = _listed(engines)
-            found = random_reads.bench(
-                files,
-                watch,
-                folder=None if files else path,
-                engines=random_reads.ENGINES if names_of in ((), ("auto",)) else names_of,
-                quick=quick,
-                max_bytes=most,
-                timeout=timeout,
-            )
-        else:
-            found = measuring.bench(
-                path,
-                watch,
-                frameworks=_listed(frameworks),
-                engines=_listed(engines) or ("auto",),
-                cases=("warm", "cold") if warm == cold else ("warm",) if warm else ("cold",),
-                rounds=(2 if quick else 5) if rounds is None else rounds,
-                threads=threads,
-                names=names,
-                peers=peers,
-                quick=quick,
-                max_bytes=most,
-                timeout=timeout,
-            )
+        found = measure(files if random else path, _watch(advance))
     text = json.dumps(found, indent=1) + "\n"
     show, draw = (_print_points, random_reads.draw) if random else (_print, results.draw)
     codes = [
@@ -161,6 +132,31 @@ def _about(path: str, random: bool, quick: bool, most: int, written: list[Path |
     return f"{errors.printable(what)}; takes {lasts} or more; {ends}"
 
 
+def _files_at_random(path: str, others: dict[str, Any]) -> list[str]:
+    """The file that is read at random, none for a directory; refuses `others`, by their options."""
+    for name, value in others.items():
+        if value:
+            raise errors.UsageError(f"{name} can't be given with --random", found=value)
+    if not os.path.exists(path):
+        raise errors.SourceNotFoundError("no such file or directory", file=path)
+    return [] if os.path.isdir(path) else [path]
+
+
+def _watch(advance: Callable[..., None] | Literal[False]) -> Callable[[int, int, str], None]:
+    """What is told of progress: it moves a bar, or says once what is done now."""
+    said = ""
+
+    def watch(done: int, total: int, what: str) -> None:
+        nonlocal said
+        if advance:
+            advance(done, total, what)
+        elif what != said:
+            said = what
+            say(f"mfload: {what}{f' ({done} of {total} done)' if total else ''}")
+
+    return watch
+
+
 def _listed(given: str | None) -> tuple[str, ...]:
     return tuple(filter(None, (part.strip() for part in (given or "").split(","))))
 
@@ -172,6 +168,16 @@ def _attempt(act: Callable[[], object]) -> int:
     except Exception as error:  # noqa: BLE001
         return failures.show(error, as_json=False)
     return failures.FINE
+
+
+def _check_targets(out: Path | None, picture: Path | None, files: list[str]) -> None:
+    """Refuses targets that may not be written."""
+    for target, check in ((out, _check_earlier), (picture, _check_picture)):
+        if target is not None:
+            _check_target(target, files)
+            check(target)
+    if out is not None and picture is not None and out.resolve() == picture.resolve():
+        raise errors.UsageError("--out and --plot are one file", file=out)
 
 
 def _check_target(target: Path, files: list[str]) -> None:

@@ -346,6 +346,30 @@ class Draft:
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
 
 
+@contextlib.contextmanager
+def written(
+    raw: bytes,
+    hidden: str,
+    shown: str,
+    like: Attributes | None,
+    *,
+    named: bool = False,
+    changed: int | None = None,
+) -> Generator[Draft]:
+    """A synced draft of these bytes (see `Draft`), gone at the end unless it was published.
+
+    `named`: it has its hidden name from the start, by which others recognise it.
+    """
+    draft = Draft(hidden, len(raw), shown, like, lasting=named)
+    draft.lasting, draft.changed = False, changed
+    try:
+        draft.write(0, [np.frombuffer(raw, np.uint8)])
+        draft.sync()
+        yield draft
+    finally:
+        draft.discard()
+
+
 def can_go_on(found: os.stat_result, size: int) -> bool:
     """Whether a writer can continue a lasting draft: it is its own, and of the full size."""
     return is_ours(found) and found.st_nlink == 1 and found.st_size == size
