@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from types import EllipsisType, NoneType
@@ -21,7 +18,6 @@ from mfload.io import buffers
 _DEVICES = ("cuda",)  # Types of those that loads land on.
 _SMALL = 1 << 20  # Bytes that PyTorch copies onto one in less time than a load takes to begin.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # Subclasses may keep what they hold elsewhere.
-_LAYOUTS = 1024  # Layouts of views of which the boxes are kept: layers of a model are alike.
 # What the shape, the dtype and the layout of a tensor say.
 _METADATA = {
     "__hash__", "__len__", "_version", "dim", "dtype", "element_size", "grad", "grad_fn",
@@ -53,12 +49,12 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     """A tensor of a checkpoint that has not been read. Made by `mfload.stream(lazy=True)`.
 
     Views, such as `narrow`, `chunk`, slices, `unbind`, `transpose` and `view`, give lazy tensors
-    again, which read the smallest box that holds them. Any other operation reads all that its
-    tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense tensor on the
-    CPU or a CUDA device of the same shape and dtype. So do `target[index] = lazy`, and `to` and
-    `cuda` onto a CUDA device. To change one in place reads the whole tensor, which all its views
-    then share. What PyTorch keeps is read, once: as a parameter, a buffer, or the data of another
-    tensor.
+    again, which read what they hold alone, or the rows that hold it. Any other operation reads all
+    that its tensor holds, as a plain tensor; `copy_` reads straight into the memory of a dense
+    tensor on the CPU or a CUDA device of the same shape and dtype. So do `target[index] = lazy`,
+    and `to` and `cuda` onto a CUDA device. To change one in place reads the whole tensor, which all
+    its views then share. What PyTorch keeps is read, once: as a parameter, a buffer, or the data of
+    another tensor.
     """
 
     whole: Whole
@@ -177,40 +173,52 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
             return _ANSWERS[func](*args)
         return func(*_read(args, True), **_read(kwargs or {}, True))
 
-    def taken(self) -> tuple[Any, tuple[int, ...], int]:
-        """The part that holds it, and its strides and offset in that, in items."""
+    def taken(self) -> tuple[Any, int | None]:
+        """A part that is read into C order of it, and None.
+
+        Or the rows of its tensor that hold it, and the number of its first item in them.
+        """
         if self._taken is None:  # It is set once: other threads may look meanwhile.
             self._taken = self._take()
         return self._taken
 
-    def _take(self) -> tuple[Any, tuple[int, ...], int]:
-        like, part = self.like, self.whole.part
-        if like is self.whole.like:
-            return part, like.stride(), 0
-        shape, strides, offset = tuple(like.shape), like.stride(), like.storage_offset()
-        if like.is_contiguous():
-            if like.numel() == math.prod(part.shape):
-                return part, strides, offset
-            if like.numel() and (run := part.run(offset, shape)) is not None:
-                return run, strides, 0
-        with contextlib.suppress(errors.SliceError):  # It would cut through packed elements.
-            box, inside, at = smallest_box(tuple(part.shape), shape, strides, offset)
-            return part[box], inside, at
-        return part, strides, offset
+    def _take(self) -> tuple[Any, int | None]:
+        like, every, whole = self.like, self.whole.like, self.whole.part
+        if like is every:
+            return whole, None
+        shape, strides, first = tuple(like.shape), like.stride(), like.storage_offset()
+        part = whole.view(shape, strides, first)
+        if part is not None:
+            return part, None
+        if not every.ndim:
+            return whole, first
+        row = every.stride(0)
+        last = first + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        low, high = first // row, last // row + 1
+        part = whole.view((high - low, *every.shape[1:]), every.stride(), low * row)
+        return (whole, first) if part is None else (part, first - low * row)
 
     def read(self, unknown: bool) -> Any:
         """What it holds, as a plain tensor; `unknown` as in `loading.lazy_tensor`."""
-        shape, held = self.like.shape, self.whole.held
+        like, held = self.like, self.whole.held
+        shape, strides, offset = like.shape, like.stride(), like.storage_offset()
         if held is not None:
-            return _view(held, shape, self.like.stride(), self.like.storage_offset())
-        if not self.like.numel():
-            adapter = self.whole.part.adapter
-            return torch.empty(shape, dtype=self.like.dtype, device=adapter.place)
-        part, strides, offset = self.taken()
+            return _view(held, shape, strides, offset)
+        if not like.numel():
+            return torch.empty(shape, dtype=like.dtype, device=self.whole.part.adapter.place)
+        if like is not self.whole.like and not like.is_contiguous():
+            # In the order of the file, and what it repeats once: nothing is moved to be read.
+            order = sorted(range(like.ndim), key=lambda dim: -strides[dim])
+            once = [size if step else 1 for size, step in zip(shape, strides, strict=True)]
+            if order != [*range(like.ndim)] or once != list(shape):
+                turned = like.as_strided(once, strides, offset).permute(order)
+                read = _lazy_view(self.whole, turned).read(unknown)
+                return read.permute([order.index(dim) for dim in range(like.ndim)]).expand(shape)
+        part, first = self.taken()
         read = part.read(unknown=unknown)
-        if read.shape == shape and read.stride() == strides:
-            return read
-        return _view(read.contiguous(), shape, strides, offset)
+        if first is not None:
+            return _view(read.contiguous(), shape, strides, first)
+        return read if read.shape == shape else read.contiguous().view(shape)
 
 
 _ATTRIBUTES = ("whole", "like", "_taken")
@@ -285,9 +293,10 @@ def _views(
     if made is first.like or name == "data":
         return first
     plain = name == "contiguous" and not kwargs and not rest and first.whole.held is None
-    if plain and _is_dense(first):
-        part = first.taken()[0]  # A copy has nothing to share.
-        return make(part).view(first.like.shape)
+    if plain and first.like.numel():
+        part, at = first.taken()
+        if at is None and part.in_order:  # A copy has nothing to share.
+            return make(part).view(first.like.shape)
     views = [made] if isinstance(made, torch.Tensor) else list(made)
     memory = first.like.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
     for view in views:
@@ -309,58 +318,6 @@ def _is_basic(index: Any) -> bool:
     return all(type(item) in (int, slice, EllipsisType, NoneType) for item in items)
 
 
-@functools.lru_cache(_LAYOUTS)
-def smallest_box(
-    whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], offset: int
-) -> tuple[tuple[slice, ...], tuple[int, ...], int]:
-    """The box of a dense tensor that holds a view of it, and the view's strides and offset in it.
-
-    Args:
-        whole: The shape of the tensor.
-        shape: That of the view, which is not empty.
-        strides: Of the view, in items; none is negative.
-        offset: Its first item.
-    """
-    groups = [(dim, dim + 1) for dim in range(len(whole)) if whole[dim] > 1]
-    while True:
-        # Each dim of the view walks over a dim of the tensor, or over several that it merges.
-        sizes = [math.prod(whole[first:last]) for first, last in groups]
-        units = [math.prod(whole[last:]) for _, last in groups]
-        walks: list[dict[int, int]] = [{} for _ in groups]
-        for dim, (length, stride) in enumerate(zip(shape, strides, strict=True)):
-            if length > 1 and stride:
-                n = next(n for n, unit in enumerate(units) if stride % unit == 0)
-                walks[n][dim] = stride // units[n]
-        starts = [offset // unit % size for unit, size in zip(units, sizes, strict=True)]
-        stops = [
-            start + 1 + sum((shape[dim] - 1) * step for dim, step in walk.items())
-            for start, walk in zip(starts, walks, strict=True)
-        ]
-        over = [n for n, stop in enumerate(stops) if stop > sizes[n]]
-        if not over:
-            break
-        groups[over[0] - 1 : over[0] + 1] = [(groups[over[0] - 1][0], groups[over[0]][1])]
-    box = [slice(0, length) for length in whole]
-    inside = [math.prod(shape[dim + 1 :]) if n == 1 else 0 for dim, n in enumerate(shape)]
-    at, unit = 0, 1
-    for n in reversed(range(len(groups))):
-        first, last = groups[n]
-        start, stop, inner = starts[n], stops[n], sizes[n]
-        step = (math.gcd(*walks[n].values()) or 1) if last - first == 1 else 1
-        low = high = 0
-        for dim in range(first, last):  # Of merged dims, the first where the ends differ is cut.
-            inner //= whole[dim]
-            low, high = start // inner, (stop - 1) // inner
-            box[dim] = slice(low % whole[dim], high % whole[dim] + 1, step)
-            if low != high:
-                break
-        for dim, walked in walks[n].items():
-            inside[dim] = walked // step * unit
-        at += (start - low * inner) * unit
-        unit *= len(range(low, high + 1, step)) * inner
-    return tuple(box), tuple(inside), at
-
-
 def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     """Whether `target.copy_(*given)` can read a lazy tensor straight into the target's memory."""
     if not given or not isinstance(given[0], LazyTensor):
@@ -380,7 +337,7 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
         and not (target.requires_grad and torch.is_grad_enabled())
         and not (target.is_conj() or target.is_neg() or target.is_inference())
         and lazy.whole.held is None
-        and _is_dense(lazy)
+        and lazy.taken()[1] is None
     )
 
 
@@ -446,21 +403,6 @@ def _fill(target: Any, lazy: LazyTensor) -> Any:
     finally:  # What fails has changed it, too.
         torch.autograd.graph.increment_version(target)
     return target
-
-
-def _is_dense(lazy: LazyTensor) -> bool:
-    """Whether it is all of a part, in C order."""
-    if lazy.like is lazy.whole.like:
-        return True
-    part, strides, offset = lazy.taken()
-    if part is lazy.whole.part and not offset and lazy.like.is_contiguous():
-        return lazy.like.numel() == math.prod(part.shape)
-    dense = 1
-    for length, stride in zip(reversed(lazy.like.shape), reversed(strides), strict=True):
-        if length != 1 and stride != dense:
-            return False
-        dense *= length
-    return not offset and math.prod(part.shape) == dense
 
 
 def _read(value: Any, unknown: bool) -> Any:

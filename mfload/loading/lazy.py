@@ -247,7 +247,7 @@ class _Reader:
         if len(self._cells) > _KINDS:
             self._cells.clear()
         chosen = request.selection or ()
-        kind = info.shape, info.dtype.name, chosen
+        kind = info.shape, info.dtype.name, chosen, getattr(chosen, "steps", None)
         # Lists of numbers are long, and seldom twice the same.
         listed = any(axis.picks is not None for axis in chosen)
         reads.parts([request], [None], [(0, 0)], None if listed else kind)
@@ -277,9 +277,8 @@ class _Reader:
             return None
         apart = False
         if selection is not None:
-            starts, row = whole_rows(request) or ((0, 0), 0)
-            apart = len(starts) > 1 and not (isinstance(starts, range) and starts.step == row)
-            at, nbytes = at + starts[0], request.nbytes
+            start, nbytes = extents.contiguous(request), request.nbytes
+            apart, at = start is None, at if start is None else start
         opened, used = self._sources[source], list[Span]()
         if opened.file is None or nbytes != memory.nbytes:
             return None

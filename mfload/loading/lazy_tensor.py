@@ -16,10 +16,12 @@ from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Piece, TensorInfo
 from mfload.io.route import Leg
 from mfload.loading.lazy import LazyCheckpoint, Span, counting
+from mfload.planning.extents import c_strides
 from mfload.planning.request import Request
-from mfload.planning.slicing import Axis, within
+from mfload.planning.slicing import Axis, Selection, composed, laid, within
 from mfload.report import Report
 from mfload.runtime import Usage, usage
+from mfload.stored import Stored
 
 
 class LazyTensor:
@@ -57,7 +59,7 @@ class LazyTensor:
     @property
     def simple(self) -> bool:
         """Whether it is read into memory of a device, too, as the host need not put it together."""
-        return self._request.info.simple
+        return not self._request.by_host
 
     def __getitem__(self, index: Any) -> LazyTensor:
         """A part, which is lazy too.
@@ -84,20 +86,48 @@ class LazyTensor:
         request = request._replace(selection=selection)
         return self._of(request)
 
-    def run(self, first: int, shape: tuple[int, ...]) -> LazyTensor | None:
-        """Items that follow each other, from one on: a tensor of their own, without a selection.
+    @property
+    def in_order(self) -> bool:
+        """Whether it lands in the order in which its tensor has it."""
+        selection = self._request.selection
+        return selection is None or selection.steps is None
 
-        None if they are not one raw range of a file.
+    def view(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], first: int
+    ) -> LazyTensor | None:
+        """The part that a view of it takes, which is read into C order of the view.
+
+        None if that is not one part alone. Arguments as for `slicing.laid`, in items.
         """
-        info, dtype, selection, *_ = request = self._request
-        whole = selection is None and info.simple and dtype is info.dtype
-        # What is compared with a manifest is read as the tensor that this has.
-        if not whole or dtype.elements > 1 or self._packed or self._opened.compares:
+        request, whole = self._request, self.shape
+        info, dtype, outer, *_ = request
+        if not self.in_order:
             return None
-        at, size = info.pieces[0], dtype.nbytes
-        piece = Piece(at.source, at.offset + first * size, math.prod(shape) * size)
-        request = request._replace(info=TensorInfo(info.name, dtype, shape, (piece,)))
-        return self._of(request)
+        dense = strides == c_strides(shape, 1)
+        if dense and math.prod(shape) == math.prod(whole):
+            return self
+        raw = outer is None and info.simple and dtype is info.dtype and dtype.elements == 1
+        # What is compared with a manifest is read as the tensor that this has.
+        raw = raw and not (self._packed or self._opened.compares)
+        inner = None if raw and dense else laid(whole, shape, strides, first)
+        if inner is None:
+            return self._stored_as(shape, strides, first) if raw else None
+        if self._packed:
+            if len(whole) != len(request.shape) or inner.steps or inner[-1].size < whole[-1]:
+                return None
+            inner = Selection((*inner[:-1], Axis(0, request.shape[-1])))
+        return self._of(request._replace(selection=composed(info, outer, inner)))
+
+    def _stored_as(
+        self, shape: tuple[int, ...], strides: tuple[int, ...], first: int
+    ) -> LazyTensor:
+        """A view of raw bytes as a tensor of its own, which is stored with such strides."""
+        info, dtype, *_ = request = self._request
+        (source, offset, *_), size = info.pieces[0], dtype.nbytes
+        reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+        how = None if strides == c_strides(shape, 1) else Stored(strides=strides)
+        piece = Piece(source, offset + first * size, reach * size, how)
+        return self._of(request._replace(info=TensorInfo(info.name, dtype, shape, (piece,))))
 
     def _of(self, request: Request) -> LazyTensor:
         given = self._opened, self._file, request, self._like, self.adapter, self._report

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from mfload import errors
 from mfload.index import Box, TensorInfo
 
+_LAYOUTS = 1024  # Layouts of views of which the selections are kept: layers of a model are alike.
+
 
 class Axis(NamedTuple):
     """The elements taken of one dim: start, start + step, … (size of them).
@@ -97,14 +99,25 @@ def within(info: TensorInfo, outer: Selection | None, index: Any) -> Selection |
         return outer
     if inner.leads or any(axis.picks for axis in inner):
         raise _bad(part, index, "integers, slices and Ellipsis")
+    return composed(info, outer, inner)
+
+
+def composed(info: TensorInfo, outer: Selection | None, inner: Selection) -> Selection | None:
+    """What a selection without lists takes of a part of a tensor, which lies in C order.
+
+    `outer` is the selection of the part. Raises SliceError if it cuts through packed elements.
+    """
     if outer is None:
-        return inner
-    axes, rest = list(outer), iter(inner)
+        return _unless_whole(info, inner.shape, inner)
+    axes, paces = list(outer), [1] * len(outer)
+    rest = zip(inner, inner.steps or [1] * len(inner), strict=True)
     for n, (start, _, step, drop, *_) in enumerate(outer):
         if not drop:
-            axis = next(rest)
+            axis, paces[n] = next(rest)
             axes[n] = Axis(start + axis.start * step, axis.size, step * axis.step, axis.drop)
-    return _unless_whole(info, index, Selection(axes))
+    made = Selection(axes)
+    made.steps = None if inner.steps is None else tuple(paces)
+    return _unless_whole(info, inner.shape, made)
 
 
 def one_range(info: TensorInfo, index: Any) -> tuple[int, tuple[int, ...]] | None:
@@ -157,6 +170,70 @@ def strided(box: Box, steps: Sequence[int]) -> Selection:
     made = Selection(Axis(start, stop - start) for start, stop in box)
     made.steps = tuple(steps)
     return made
+
+
+@functools.lru_cache(_LAYOUTS)
+def laid(
+    whole: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...], first: int
+) -> Selection | None:
+    """The selection of a view of an array: what any chain of indices, transposes, reshapes makes.
+
+    What it takes lands in C order of the view. None if a box of the array holds more than the view:
+    a diagonal, windows that overlap, a dim that was split and then turned, a run that begins in
+    the middle of one row and ends in another; or if it holds nothing.
+
+    Args:
+        whole: The shape of the array, in C order.
+        shape: That of the view.
+        strides: Of the view, in elements of the array.
+        first: The number of its first element.
+    """
+    if 0 in whole or 0 in shape:
+        return None
+    walks, axes, paces, unit, tight = _walks(shape, strides), list[Axis](), list[int](), 1, 1
+    in_order = True
+    for length in reversed(whole):
+        start, count, step, pace = first // unit % length, 1, 1, 1
+        if walks and abs(walks[-1][0]) < unit * length:
+            stride, size, pace = walks.pop()
+            sign = -1 if stride < 0 else 1
+            step, rest = divmod(sign * stride, unit)
+            if rest or not step:
+                return None
+            count = min(size, (start if sign < 0 else length - 1 - start) // step + 1)
+            if count < size:
+                # It goes on in the dim before, if each row of that holds the same elements.
+                if size % count or length != count * step:
+                    return None
+                walks.append((sign * unit * length, size // count, pace * count))
+            step = sign * step if count > 1 else 1
+        axes.append(Axis(start, count, step))
+        paces.append(pace)
+        in_order = in_order and (count == 1 or pace == tight)
+        unit, tight = unit * length, tight * count
+    if walks:
+        return None
+    made = Selection(reversed(axes))
+    made.steps = None if in_order else tuple(reversed(paces))
+    return made
+
+
+def _walks(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The dims of a view, those of short strides last: stride, size, and its stride in C order.
+
+    Dims that follow each other in the array and in the view are one.
+    """
+    walks, pace = list[tuple[int, int, int]](), 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 1:
+            continue
+        step, count, first = walks[-1] if walks else (0, 0, 0)
+        if stride and stride == step * count:
+            walks[-1] = step, count * size, first
+        else:
+            walks.append((stride, size, pace))
+        pace *= size
+    return sorted(walks, key=lambda walk: -abs(walk[0]))
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
@@ -279,7 +356,8 @@ def _number(item: Any, length: int) -> int:
 
 
 def _unless_whole(info: TensorInfo, index: Any, axes: Selection) -> Selection | None:
-    if all(axis == (0, n, 1, False, None) for axis, n in zip(axes, info.shape, strict=True)):
+    pairs = zip(axes, info.shape, strict=True)
+    if axes.steps is None and all(axis == (0, n, 1, False, None) for axis, n in pairs):
         return None
     block = info.dtype.elements
     if block > 1:

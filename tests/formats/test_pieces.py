@@ -23,7 +23,7 @@ from mfload.planning.blocks import Costs
 from mfload.planning.extents import c_strides
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
-from mfload.planning.slicing import select, shape_of, strided
+from mfload.planning.slicing import Selection, composed, laid, select, shape_of, strided, within
 from mfload.sources.local import LocalFile
 
 _DTYPES = ["U8", "I16", "F32", "BF16", "C64", "BOOL", "F64", "F4", "F6_E2M3"]
@@ -78,6 +78,63 @@ def indices(draw: Any, info: TensorInfo, array: Any) -> tuple[Any, Any]:
     return index, array[index]
 
 
+def _cut(array: Any, index: Any) -> Any:
+    """A view of an array, also where NumPy's would be a number."""
+    found = array[index]
+    return found if isinstance(found, np.ndarray) else array[*np.atleast_1d(index).tolist(), ...]
+
+
+@st.composite
+def turned(draw: Any, array: Any) -> Any:
+    """A view of an array after any chain of indices, transposes, splits and reshapes."""
+    for _ in range(draw(st.integers(0, 4))):
+        act = draw(st.sampled_from(["index", "transpose", "split", "reshape", "again"]))
+        if act == "index":
+            index = draw(hnp.basic_indices(array.shape, allow_newaxis=True, max_dims=6))
+            array = _cut(array, index)
+        elif act == "transpose":
+            array = array.transpose(draw(st.permutations(range(array.ndim))))
+        elif act == "split" and array.ndim:
+            dim = draw(st.integers(0, array.ndim - 1))
+            parts = np.array_split(array, draw(st.integers(1, 3)), dim)
+            array = draw(st.sampled_from(parts))
+        elif act == "reshape":
+            sizes = array.shape
+            at = draw(st.integers(0, max(0, len(sizes) - 1)))
+            count = math.prod(sizes[at : at + 2])
+            first = draw(st.sampled_from([n for n in range(1, count + 1) if count % n == 0] or [0]))
+            middle = draw(st.sampled_from([(count,), (first, count // first if first else 0)]))
+            made = array.reshape((*sizes[:at], *middle, *sizes[at + 2 :]))
+            # Where no strides say it, it is a copy.
+            array = made if np.may_share_memory(made, array) else array
+        elif act == "again" and array.ndim < 5 and draw(st.integers(0, 3)) == 0:
+            array = np.broadcast_to(array, (2, *array.shape))
+    return array
+
+
+def _laid(row: TensorInfo, outer: Selection | None, part: Any, view: Any) -> Selection | None:
+    """The selection of a view of an array, which is a part of a tensor."""
+    unit = part.itemsize
+    first = (view.ctypes.data - part.ctypes.data) // unit if view.size else 0
+    inner = laid(part.shape, view.shape, tuple(step // unit for step in view.strides), first)
+    return None if inner is None else composed(row, outer, inner)
+
+
+@st.composite
+def views(draw: Any, row: TensorInfo, array: Any) -> tuple[Selection | None, Any]:
+    """A selection of what a chain takes of an index of a tensor, and what that is."""
+    outer = None
+    if draw(st.booleans()):
+        index = draw(hnp.basic_indices(array.shape, allow_ellipsis=True))
+        outer, array = select(row, index), _cut(array, index)
+        index = draw(hnp.basic_indices(array.shape, allow_ellipsis=True))
+        outer, array = within(row, outer, index), _cut(array, index)
+    part = np.ascontiguousarray(array).reshape(array.shape)
+    view = draw(turned(part))
+    made = _laid(row, outer, part, view)
+    return (outer, part) if made is None else (made, view)
+
+
 @given(data=st.data())
 def test_plans_fill_what_numpy_gives(data: Any, tmp_path_factory: Any) -> None:
     draw = data.draw
@@ -98,7 +155,13 @@ def test_plans_fill_what_numpy_gives(data: Any, tmp_path_factory: Any) -> None:
             with np.errstate(all="ignore"):
                 taken = np.asarray(taken).astype(dtype.numpy)
         selection = select(row, index)
-        if dtype.elements == 1 and row.shape and draw(st.booleans()):
+        form = draw(st.sampled_from(["index", "box", "view"]))
+        if dtype.elements == 1 and form == "view":
+            selection, taken = draw(views(row, array))
+            if dtype is not row.dtype:
+                with np.errstate(all="ignore"):
+                    taken = np.asarray(taken).astype(dtype.numpy)
+        elif dtype.elements == 1 and row.shape and form == "box":
             low = [draw(st.integers(0, n)) for n in row.shape]
             box = tuple((a, draw(st.integers(a, n))) for a, n in zip(low, row.shape, strict=True))
             order = draw(st.permutations(range(len(box))))

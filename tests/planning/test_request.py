@@ -18,7 +18,7 @@ from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
 from mfload.loading import near
 from mfload.planning.request import Request
-from mfload.planning.slicing import Axis, Selection, boxed, select, shape_of, slabs, strided
+from mfload.planning.slicing import Axis, Selection, boxed, laid, select, shape_of, slabs, strided
 from mfload.stored import Encoding, Stored
 
 
@@ -247,3 +247,46 @@ def test_what_lands_with_steps_is_not_taken_where_it_lies() -> None:
     request = Request(info, info.dtype, part, False, (3,))
     assert near.narrowed(request).selection is part
     assert near.narrowed(request._replace(selection=boxed(info, ((0, 3), (0, 4))))) != request
+
+
+def _of(view: Any, whole: Any) -> Selection | None:
+    unit, first = whole.itemsize, (view.ctypes.data - whole.ctypes.data) // whole.itemsize
+    return laid(whole.shape, view.shape, tuple(step // unit for step in view.strides), first)
+
+
+_VIEWS: list[tuple[Any, Any, Any]] = [
+    (lambda x: x, [(0, 4, 1), (0, 6, 1), (0, 8, 1)], None),
+    (lambda x: x[:, 2:5], [(0, 4, 1), (2, 3, 1), (0, 8, 1)], None),
+    (lambda x: x[2, ::-2, None], [(2, 1, 1), (5, 3, -2), (0, 8, 1)], None),
+    (lambda x: x.transpose(2, 0, 1)[1:3], [(0, 4, 1), (0, 6, 1), (1, 2, 1)], (6, 1, 24)),
+    (lambda x: x.reshape(4, 2, 3, 8)[:, 1], [(0, 4, 1), (3, 3, 1), (0, 8, 1)], None),
+    (lambda x: x.reshape(4, -1)[1:3], [(1, 2, 1), (0, 6, 1), (0, 8, 1)], None),
+    (lambda x: x.reshape(-1)[48:56], [(1, 1, 1), (0, 1, 1), (0, 8, 1)], None),
+    (lambda x: x.reshape(-1)[::2], [(0, 4, 1), (0, 6, 1), (0, 4, 2)], None),
+    (lambda x: x.reshape(24, 8)[3:5].T, [(0, 1, 1), (3, 2, 1), (0, 8, 1)], (1, 1, 2)),
+    (lambda x: x[..., ::2].swapaxes(1, 2)[:, 1:], [(0, 4, 1), (0, 6, 1), (2, 3, 2)], (18, 1, 6)),
+    (lambda x: x.reshape(2, 2, 6, 8)[1], [(2, 2, 1), (0, 6, 1), (0, 8, 1)], None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("view", "axes", "steps"), _VIEWS)
+def test_what_a_view_takes_of_each_dim(view: Any, axes: Any, steps: Any) -> None:
+    whole = np.arange(4 * 6 * 8, dtype=np.int32).reshape(4, 6, 8)
+    found = _of(view(whole), whole)
+    assert found is not None
+    assert [axis[:3] for axis in found] == axes
+    assert found.steps == steps or all(
+        axis.size == 1 or mine == other
+        for axis, mine, other in zip(found, found.steps or (), steps or (), strict=True)
+    )
+
+
+@pytest.mark.parametrize("view", [
+    lambda x: x.diagonal(), lambda x: x.reshape(-1)[44:60], lambda x: x[:0],
+    lambda x: x.reshape(2, 2, 6, 8).swapaxes(0, 1), lambda x: x.reshape(-1)[::5],
+    lambda x: np.broadcast_to(x, (3, *x.shape)),
+    lambda x: np.lib.stride_tricks.sliding_window_view(x, 2, 0),
+])  # fmt: skip
+def test_some_views_are_of_no_one_box(view: Any) -> None:
+    whole = np.arange(4 * 6 * 8, dtype=np.int32).reshape(4, 6, 8)
+    assert _of(view(whole), whole) is None
