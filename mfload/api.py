@@ -13,17 +13,7 @@ from contextlib import nullcontext
 from functools import partial
 from operator import attrgetter
 from types import ModuleType
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Literal,
-    NamedTuple,
-    TypeAlias,
-    TypedDict,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, overload
 
 from mfload import errors, frameworks
 from mfload.formats import checkpoint, discovery
@@ -38,6 +28,8 @@ from mfload.sources.base import Source
 # What only some calls need is imported where it is used: or else the first load of a process would
 # spend most of its time on imports.
 if TYPE_CHECKING:
+    from typing import TypeAlias, TypedDict, Unpack
+
     from mfload.checking.manifest import Manifest
     from mfload.dtypes import DTypeLike
     from mfload.frameworks import Cupy, Framework, Jax, Numpy, Paddle, Tensorflow, Torch
@@ -1037,11 +1029,10 @@ class _Call(NamedTuple):
                 found=self.framework,
             )
         if (owner := _owner(mesh)) in frameworks.ON_MESHES and owner != name:
-            what, expected = (
-                f"the mesh is one of {owner}",
-                f"framework={owner!r}, or a mesh of {name}",
+            expected = f"framework={owner!r}, or a mesh of {name}"
+            raise errors.UsageError(
+                f"the mesh is one of {owner}", expected=expected, found=self.framework
             )
-            raise errors.UsageError(what, expected=expected, found=self.framework)
         if device is not None:
             what = "the devices are those of the mesh or the shardings"
             raise errors.UsageError(what, expected="no device=", found=repr(device))
@@ -1081,16 +1072,21 @@ class _Call(NamedTuple):
                 check_whole(how, 1, stored - requesting.stored_bytes(made))
             return made
 
+    def read(
+        self, how: LoadOptions, verify: Any
+    ) -> tuple[Index, list[Source], Sequence[Request], LoadOptions]:
+        """What `choose` gives, and the options of what is read, once arguments are checked."""
+        discovery.check_path(self.path)
+        self.check()
+        index, sources, requests = self.choose(how)
+        return index, sources, requests, verifying(verify, how, index, sources, lambda: requests)
+
     def begin(
         self, verify: Any, report: Report | None, options: Options | None
     ) -> tuple[Index, list[Source], Any, LoadOptions, Sequence[Request]]:
         """Checks arguments, reads headers and imports the framework."""
         start = time.perf_counter()
-        how = started(options)
-        discovery.check_path(self.path)
-        self.check()
-        index, sources, requests = self.choose(how)
-        how = verifying(verify, how, index, sources, lambda: requests)
+        index, sources, requests, how = self.read(started(options), verify)
         requests = self.parts(requests, index, how)
         read = time.perf_counter()
         adapter = frameworks.get(self.framework, self.device, index.names)
@@ -1117,12 +1113,7 @@ class _Call(NamedTuple):
                 from mfload.report import cleared
 
                 cleared(report)
-            how = started(options, deadline)
-            discovery.check_path(self.path)
-            self.check()
-            index, sources, requests = self.choose(how)
-            how = verifying(verify, how, index, sources, lambda: requests)
-            return mesh_load.Chosen(index, sources, requests, how)
+            return mesh_load.Chosen(*self.read(started(options, deadline), verify))
 
         backend = mesh_load.backend(name, self.device, self.shard)
         return mesh_load.MeshCall(backend, self.placed(), choose, deadline, report)

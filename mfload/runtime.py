@@ -317,7 +317,7 @@ class Deadline:
         """Runs a call, with a timeout in a thread of its own, which is left behind if it hangs.
 
         With `apart`, it has a thread without a timeout too, so that an interrupt ends the waiting;
-        with a `crew`, it is one of that.
+        with a `crew`, it is one of that, or this one if the system gives no more.
         Raises MfloadError if the system gives no thread, without which no timeout holds.
         """
         if self._end is None and not apart:
@@ -325,7 +325,7 @@ class Deadline:
         try:
             task = crew.start(call) if crew else start(call, "mfload-bounded")
         except RuntimeError as error:
-            if self._end is None:
+            if self._end is None or crew is not None:
                 return call()
             what, expected = "timeout= needs a thread, and none could be started", "room for more"
             raise errors.MfloadError(what, file=file, expected=expected, found=str(error)) from None

@@ -111,11 +111,7 @@ def run(
         raise
     failed.tell()
     if isinstance(peer, _Noted):
-        begin = time.perf_counter()
-        seed = importlib.import_module(_SEED).publish_loaded(found, named[0], peer, *peer.read)
-        if report is not None:
-            report.add_stage("publish", begin, time.perf_counter())
-            report.notes = (*report.notes, f"published at {seed.url}")
+        _publish(found, named[0], peer, report)
     return found
 
 
@@ -177,6 +173,14 @@ def _check_publish(peer: PeerOptions, named: Sequence[Any], path: Any, whole: bo
         expected = "a peer:// URL, with files as fallback=; or mfload.publish"
         raise errors.UsageError(what, expected=expected, found=_shown(path))
     importlib.import_module(_SEED).check(named[0], peer)
+
+
+def _publish(found: Any, url: str, peer: _Noted, report: Report | None) -> None:
+    begin = time.perf_counter()
+    seed = importlib.import_module(_SEED).publish_loaded(found, url, peer, *peer.read)
+    if report is not None:
+        report.add_stage("publish", begin, time.perf_counter())
+        report.notes = (*report.notes, f"published at {seed.url}")
 
 
 class _Failed:

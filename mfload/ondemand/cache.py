@@ -10,8 +10,8 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import importlib
 import operator
-import queue  # noqa: F401 - see below
 import threading
 import time
 from collections import deque
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 # The first `Crew.start` of a process imports `queue`, and an interrupt of an import may leave the
 # lock of all imports held: no thread would read again. So it is imported here, with the module.
+importlib.import_module("queue")
+
 _TICK = 0.001  # Seconds between looks at pins; what ends one may run in any thread.
 _GRACE = 5.0  # As long as a load waits for reads that it breaks off.
 _COLLECTED = 20  # Ticks after which the garbage collector has a look for views in cycles.

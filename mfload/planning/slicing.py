@@ -277,7 +277,7 @@ def slabs(info: TensorInfo, nbytes: int, most: int, again: int | None = None) ->
     if stored is not None and stored.encodings and info.shape:
         start, stop = stored.box[0] if stored.box else (0, info.shape[0])
         if (stop - start) * nbytes <= most * info.shape[0]:
-            units[0] = stop - start
+            units[0] = math.lcm(units[0], stop - start)
         else:
             most = again or most
     return _slabs(tuple((0, length) for length in info.shape), units, nbytes, most)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors
 import samples
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, example, given, strategies as st
 from hypothesis.extra import numpy as hnp
 
 import mfload
@@ -222,6 +222,7 @@ def test_slices_agree_with_safetensors_and_numpy(tmp_path: Path, index: Any) -> 
     st.integers(1, 99),
     st.none() | st.integers(1, 7),
 )
+@example((2, 2, 1), "F4", 1, 1)  # Rows that share a byte, in chunks of one each.
 def test_slabs_are_a_tensor_in_order(
     shape: tuple[int, ...], dtype: str, most: int, chunk: int | None
 ) -> None:
