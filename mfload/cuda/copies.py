@@ -55,19 +55,19 @@ class Methods:
 class DeviceCopier:
     """Gives copies to the streams of one thread, one stream a device.
 
-    `memory` has the destination buffers by number, and `streams` the streams that are there
-    already, by the name of the device. Bytes that several places get are copied from the host once,
-    to the device `near` if it is among them, and from there to the devices that reach it.
+    `memory` has the destination buffers by number. `streams` has the streams that are there
+    already, by the name of the device, and gets the others; its owner closes them. Bytes that
+    several places get are copied from the host once, to the device `near` if it is among them, and
+    from there to the devices that reach it.
     """
 
     def __init__(
         self,
         memory: list[Any],
-        streams: dict[str, Stream] | None = None,
+        streams: dict[str, Stream],
         near: Device | None = None,
     ) -> None:
-        self._memory, self._near = memory, near
-        self._streams: dict[str, Stream] = {} if streams is None else streams
+        self._memory, self._streams, self._near = memory, streams, near
 
     def copy(self, block: Block, landed: Any, start: int = 0, spare: Any = None) -> list[Event]:
         """Begins to copy a landed block to its places; an event for each stream that does.
@@ -157,15 +157,6 @@ class DeviceCopier:
             else:
                 replicas.append((segment, first))
         return firsts, replicas
-
-    def close(self) -> None:
-        """Ends the streams once all they were given is over.
-
-        Never raises: what failed was told by an event, or follows from an error told already.
-        """
-        for stream in self._streams.values():
-            stream.close()
-        self._streams.clear()
 
 
 def joined(segments: Sequence[Segment]) -> Sequence[Segment]:

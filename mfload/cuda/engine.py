@@ -31,9 +31,6 @@ class DeviceSlot:
     def __init__(self, device: Device, nbytes: int) -> None:
         self.buffer = device.allocate(nbytes)
 
-    def close(self) -> None:
-        """Does nothing."""
-
 
 class DeviceWorker:
     """Fills the blocks of one thread."""
@@ -68,7 +65,7 @@ class DeviceWorker:
         past, kept = (CufileSlot, kit.past) if of_files else (DeviceSlot, None)
         self._cufile_ring = Ring(partial(past, device, staging.block), staging.depth, share, kept)
         readers, rings = [self._cufile_readers, self._readers], [self._ring, self._cufile_ring]
-        self._open = [*readers, *rings, self._copier]  # The last is closed first.
+        self._open = [*readers, *rings, kit]  # The last is closed first.
 
     def run(self) -> None:
         """Fills the blocks of its share; the next load has the slots, if that went well.

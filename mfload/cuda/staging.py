@@ -165,7 +165,10 @@ class Kit:
                 slot.close()
 
     def close(self) -> None:
-        """Ends the streams, and then the slots that they copied from. Never raises."""
+        """Ends the streams once all they were given is over, and then the slots.
+
+        Never raises: what failed was told by an event, or follows from an error told already.
+        """
         self.count(False)
         for stream in self.streams.values():
             stream.close()
@@ -373,8 +376,7 @@ class Ring:
         return True
 
     def close(self) -> None:
-        """Closes the slots, also if Ctrl-C cut it short before; no copy out of any is under way."""
+        """Forgets the slots; who has `made` closes those in it."""
+        self._made = []
         self._free.clear()
         self._busy.clear()
-        while self._made:
-            self._made.pop().close()

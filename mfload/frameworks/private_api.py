@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Collection, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -28,10 +28,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("mfload")
 _libraries: list[Any] = []
+R = TypeVar("R")
 
 
-@functools.lru_cache(maxsize=64)  # Probed once a process, not once a load.
-def jax_capsule_importer(device: Any, there: Device | None = None) -> Callable[..., Any] | None:
+def _tried(
+    what: str, kept: int = 1
+) -> Callable[[Callable[..., tuple[R, bool]]], Callable[..., R | None]]:
+    """Makes of a function, which returns something and whether it behaves, one that gives it.
+
+    That is asked once a process, not once a load. None if it fails or does not behave.
+    """
+
+    def decorate(find: Callable[..., tuple[R, bool]]) -> Callable[..., R | None]:
+        @functools.lru_cache(maxsize=kept)
+        @functools.wraps(find)
+        def tried(*given: Any) -> R | None:
+            try:
+                found, behaves = find(*given)
+                return found if behaves else None
+            except errors.UsageError:  # Of Paddle's mode.
+                raise
+            except Exception as error:  # noqa: BLE001 - there is another way
+                log.info("%s is of no use here: %s", what, error)
+                return None
+
+        return tried
+
+    return decorate
+
+
+@_tried("jaxlib's private DLPack import", 64)
+def jax_capsule_importer(
+    device: Any, there: Device | None = None
+) -> tuple[Callable[..., Any], bool]:
     """JAX's import of a DLPack capsule without the checks around it: 5 µs instead of 27.
 
     It is called with the capsule, the device and None, and also leaves 64-bit types alone whatever
@@ -40,20 +69,12 @@ def jax_capsule_importer(device: Any, there: Device | None = None) -> Callable[.
     does not give a `jax.Array` over a view's memory on that device: then `jax.dlpack.from_dlpack`
     does.
     """
-    try:
-        take = importlib.import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
-    except (ImportError, AttributeError):
-        return None
-
-    def behaves() -> bool:
-        memory = _jax_memory(np.array([-(2**40)], np.int64), device, there)
-        probe = View("probe", dtypes.TABLE["I64"], (1,), memory, 0)
-        array = take(capsule(probe), device, None)
-        address = memory.ctypes.data if there is None else memory.address
-        same = jax_address(array) == address and array.devices() == {device}
-        return same and array.dtype == np.int64 and int(np.asarray(array)[0]) == -(2**40)
-
-    return take if _works("jaxlib's private DLPack import", behaves) else None
+    take = importlib.import_module("jaxlib._jax").dlpack_managed_tensor_to_buffer
+    memory = _jax_memory(np.array([-(2**40)], np.int64), device, there)
+    array = take(capsule(View("probe", dtypes.TABLE["I64"], (1,), memory, 0)), device, None)
+    address = memory.ctypes.data if there is None else memory.address
+    same = jax_address(array) == address and array.devices() == {device}
+    return take, same and array.dtype == np.int64 and int(np.asarray(array)[0]) == -(2**40)
 
 
 def _jax_memory(numbers: Any, device: Any, there: Device | None) -> Any:
@@ -70,8 +91,8 @@ def _jax_memory(numbers: Any, device: Any, there: Device | None) -> Any:
     return DeviceBuffer(there, jax_address(array), numbers.nbytes, array, own=False)
 
 
-@functools.lru_cache(maxsize=1)
-def jax_constructor() -> Callable[[Any, list[Any]], Any] | None:
+@_tried("jax.Array's private constructor")
+def jax_constructor() -> tuple[Callable[[Any, list[Any]], Any], bool]:
     """Makes a sharded `jax.Array` like another one, of arrays in the order of its devices.
 
     It checks neither them nor their order: that takes three quarters of the time, some 4 µs an
@@ -85,21 +106,18 @@ def jax_constructor() -> Callable[[Any, list[Any]], Any] | None:
         make = type(like)
         return make(like.aval, like.sharding, arrays, committed=True, _skip_checks=True)
 
-    def behaves() -> bool:
-        devices = jax.local_devices()[1::-1]
-        sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
-        parts = [jax.device_put(np.array([n], np.int32), each) for n, each in enumerate(devices)]
-        like = jax.make_array_from_single_device_arrays((len(parts),), sharding, parts)
-        made = construct(like, parts)
-        same = (made.shape, made.dtype, made.committed) == (like.shape, like.dtype, True)
-        same = same and made.sharding == sharding and made.weak_type == like.weak_type
-        return same and np.asarray(made).tolist() == list(range(len(parts)))
-
-    return construct if _works("jax.Array's private constructor", behaves) else None
+    devices = jax.local_devices()[1::-1]
+    sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
+    parts = [jax.device_put(np.array([n], np.int32), each) for n, each in enumerate(devices)]
+    like = jax.make_array_from_single_device_arrays((len(parts),), sharding, parts)
+    made = construct(like, parts)
+    same = (made.shape, made.dtype, made.committed) == (like.shape, like.dtype, True)
+    same = same and made.sharding == sharding and made.weak_type == like.weak_type
+    return construct, same and np.asarray(made).tolist() == list(range(len(parts)))
 
 
-@functools.lru_cache(maxsize=1)
-def jax_wrapper() -> Callable[[Any], Callable[[tuple[Any]], Any]] | None:
+@_tried("jaxlib's private handler of results")
+def jax_wrapper() -> tuple[Callable[[Any], Callable[[tuple[Any]], Any]], bool]:
     """Makes arrays that are not committed to their one device, over the memory of others.
 
     It takes one of these, and returns what makes such an array of a tuple with any other of the
@@ -116,31 +134,25 @@ def jax_wrapper() -> Callable[[Any], Callable[[tuple[Any]], Any]] | None:
             handler = handler or getattr(
                 importlib.import_module(module), "array_result_handler", None
             )
-    if handler is None:
-        return None
-
     how = {"_skip_checks": True}
 
     def wrapper(like: Any) -> Any:
         return handler(like.aval, like.sharding, committed=False, **how)
 
-    def behaves() -> bool:
-        given = jax.device_put(np.arange(16, dtype=np.int32), jax.local_devices()[-1])
-        try:
-            wrapper(given)
-        except TypeError:  # JAX 0.11 has no such argument.
-            how.clear()
-        made = wrapper(given)((given,))
-        same = (made.sharding, made.dtype, made.weak_type) == (given.sharding, given.dtype, False)
-        same = same and (given.committed, made.committed) == (True, False)
-        same = same and jax_address(made) == jax_address(given)
-        return same and np.asarray(made).tolist() == list(range(16))
-
-    return wrapper if _works("jaxlib's private handler of results", behaves) else None
+    given = jax.device_put(np.arange(16, dtype=np.int32), jax.local_devices()[-1])
+    try:
+        wrapper(given)
+    except TypeError:  # JAX 0.11 has no such argument.
+        how.clear()
+    made = wrapper(given)((given,))
+    same = (made.sharding, made.dtype, made.weak_type) == (given.sharding, given.dtype, False)
+    same = same and (given.committed, made.committed) == (True, False)
+    same = same and jax_address(made) == jax_address(given)
+    return wrapper, same and np.asarray(made).tolist() == list(range(16))
 
 
-@functools.lru_cache(maxsize=1)
-def jax_placer() -> Callable[..., Any] | None:
+@_tried("jaxlib's batched placement")
+def jax_placer() -> tuple[Callable[..., Any], bool]:
     """Makes a sharded `jax.Array` of NumPy arrays of any strides, which it copies, in one call.
 
     It takes shape, dtype and sharding, an array for each of the devices, and these: 5 µs an array
@@ -151,12 +163,8 @@ def jax_placer() -> Callable[..., Any] | None:
     import jax
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-    try:
-        jaxlib = importlib.import_module("jaxlib._jax")
-        put = jaxlib.batched_device_put
-        copies = jaxlib.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
-    except (ImportError, AttributeError):
-        return None
+    jaxlib = importlib.import_module("jaxlib._jax")
+    put, copies = jaxlib.batched_device_put, jaxlib.HostBufferSemantics.IMMUTABLE_ONLY_DURING_CALL
 
     @functools.lru_cache
     def abstract(shape: Any, dtype: Any) -> Any:
@@ -166,18 +174,15 @@ def jax_placer() -> Callable[..., Any] | None:
         how = {"committed": True, "host_buffer_semantics": copies}
         return put(abstract(shape, dtype), sharding, parts, devices, **how)
 
-    def behaves() -> bool:
-        devices = jax.local_devices()[1::-1]
-        sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
-        whole = np.arange(8, dtype=np.float32).reshape(4, 2).T
-        parts = np.split(whole, len(devices))
-        made = placer(whole.shape, whole.dtype, sharding, parts, devices)
-        same = made.sharding == sharding and made.committed and np.array_equal(made, whole)
-        held = {shard.device: shard.data for shard in made.addressable_shards}
-        pairs = zip(devices, parts, strict=True)
-        return same and all(np.array_equal(held[device], part) for device, part in pairs)
-
-    return placer if _works("jaxlib's batched placement", behaves) else None
+    devices = jax.local_devices()[1::-1]
+    sharding = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
+    whole = np.arange(8, dtype=np.float32).reshape(4, 2).T
+    parts = np.split(whole, len(devices))
+    made = placer(whole.shape, whole.dtype, sharding, parts, devices)
+    same = made.sharding == sharding and made.committed and np.array_equal(made, whole)
+    held = {shard.device: shard.data for shard in made.addressable_shards}
+    pairs = zip(devices, parts, strict=True)
+    return placer, same and all(np.array_equal(held[device], part) for device, part in pairs)
 
 
 def jax_address(array: Any) -> int:
@@ -200,8 +205,8 @@ def dynamic_paddle() -> Any:
     return paddle
 
 
-@functools.lru_cache(maxsize=1)
-def paddle_constructor() -> Callable[[Any], Any] | None:
+@_tried("Paddle's constructor over NumPy memory")
+def paddle_constructor() -> tuple[Callable[[Any], Any], bool]:
     """Paddle's constructor of a tensor over a NumPy array's memory, undocumented since 2.x.
 
     None if the constructor does not do that: then `paddle.to_tensor` copies.
@@ -216,12 +221,9 @@ def paddle_constructor() -> Callable[[Any], Any] | None:
     probe = buffers.allocate(64)[:8].view(np.int32)
     probe[:] = (-7, 1 << 30)
 
-    def behaves() -> bool:
-        tensor = construct(probe)
-        same = tensor.data_ptr() == probe.ctypes.data and tensor.dtype == paddle.int32
-        return same and tensor.tolist() == probe.tolist()
-
-    return construct if _works("Paddle's constructor over NumPy memory", behaves) else None
+    tensor = construct(probe)
+    same = tensor.data_ptr() == probe.ctypes.data and tensor.dtype == paddle.int32
+    return construct, same and tensor.tolist() == probe.tolist()
 
 
 def paddle_written(tensor: Any) -> None:
@@ -263,8 +265,8 @@ def keras_layers(layer: Any) -> list[Any]:
         return [layer, *getattr(layer, "layers", ())]
 
 
-@functools.lru_cache(maxsize=1)
-def paddle_sharder() -> Callable[[Any, tuple[int, ...], Any, list[Any]], Any] | None:
+@_tried("Paddle's constructor of distributed tensors")
+def paddle_sharder() -> tuple[Callable[[Any, tuple[int, ...], Any, list[Any]], Any], bool]:
     """Makes a distributed tensor of a part, the whole shape, a mesh and placements.
 
     Paddle's own code for experts uses this constructor. None if it does not keep the part and the
@@ -277,24 +279,13 @@ def paddle_sharder() -> Callable[[Any, tuple[int, ...], Any, list[Any]], Any] | 
         where = {"process_mesh": mesh, "placements": placements, "place": part.place}
         return paddle.Tensor(part, dims=list(shape), **where)
 
-    def behaves() -> bool:
-        rank = dist.get_rank()
-        part = paddle.to_tensor([[1, 2]], place=paddle.CPUPlace())
-        mesh = dist.ProcessMesh([rank, rank + 1, rank + 2])
-        made = construct(part, (3, 2), mesh, [dist.Shard(0)])
-        local = made._local_value()
-        same = made.shape == [3, 2] and local.data_ptr() == part.data_ptr()
-        return same and local.tolist() == [[1, 2]] and made.placements == [dist.Shard(0)]
-
-    return construct if _works("Paddle's constructor of distributed tensors", behaves) else None
-
-
-def _works(what: str, behaves: Callable[[], bool]) -> bool:
-    try:
-        return behaves()
-    except Exception as error:  # noqa: BLE001 - whatever a private call does, there is another way.
-        log.info("%s is of no use here: %s", what, error)
-        return False
+    rank = dist.get_rank()
+    part = paddle.to_tensor([[1, 2]], place=paddle.CPUPlace())
+    mesh = dist.ProcessMesh([rank, rank + 1, rank + 2])
+    made = construct(part, (3, 2), mesh, [dist.Shard(0)])
+    local = made._local_value()
+    same = made.shape == [3, 2] and local.data_ptr() == part.data_ptr()
+    return construct, same and local.tolist() == [[1, 2]] and made.placements == [dist.Shard(0)]
 
 
 def jax_store() -> Any | None:

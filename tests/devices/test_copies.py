@@ -59,11 +59,12 @@ def test_a_replica_behind_what_took_its_room() -> None:
     numbers = np.arange(2 * count, dtype=kind)
     with pinned(devices[0], numbers.nbytes) as landed, pinned(devices[0], 2 * count) as spare:
         landed[:] = numbers.view(np.uint8)
-        copier = DeviceCopier(list(memory))
+        copier = DeviceCopier(list(memory), streams := {})
         block = Block(0, 0, numbers.nbytes, (first, second, replica))
         for event in copier.copy(block, landed, spare=spare):
             event.wait()
-        copier.close()
+        for stream in streams.values():
+            stream.close()
     assert download(memory[0]).view(half).tolist() == numbers.tolist()
     assert download(memory[1]).view(half)[:count].tolist() == numbers[:count].tolist()
 
@@ -82,10 +83,11 @@ def test_what_is_given_on_before_its_room_is_taken_has_left_it() -> None:
     numbers = np.frombuffer(noise(3 * count).tobytes(), np.uint8).astype("f4")
     with pinned(devices[0], numbers.nbytes) as landed, pinned(devices[0], 2 * count) as spare:
         landed[:] = numbers.view(np.uint8)
-        copier = DeviceCopier(list(memory))
+        copier = DeviceCopier(list(memory), streams := {})
         for event in copier.copy(Block(0, 0, numbers.nbytes, segments), landed, spare=spare):
             event.wait()
-        copier.close()
+        for stream in streams.values():
+            stream.close()
     for each in memory:
         assert download(each).view(half).tolist() == numbers.tolist()
 

@@ -316,15 +316,16 @@ def test_what_begins_within_its_segment(there: int) -> None:
     given[:] = samples.numbers((4096,), np.uint8)
     copy = Copy((5, 6), (20, 1), 7, np.dtype("uint8"), np.dtype("uint8"))
     block = Block(0, 1000, 500, (Segment(1100, 200, 0, 512, copy),))
-    copier = DeviceCopier([target])
+    copier = DeviceCopier([target], streams := {})
     for event in copier.copy(block, landed, 300):
         event.wait()
     first = 300 + 100 + 7
     expected = np.stack([given[first + 20 * n :][:6] for n in range(5)])
     found: Any = (ctypes.c_uint8 * expected.nbytes).from_address(target.address + 512)
     assert bytes(found) == expected.tobytes()
-    copier.close()
-    del event, landed, target, copier
+    for stream in streams.values():
+        stream.close()
+    del event, landed, target, copier, stream, streams
     for device in devices:
         device.assert_clean()
 

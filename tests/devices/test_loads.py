@@ -586,9 +586,10 @@ class TestTheSuiteSees:
                 self._share.done(block)
 
         def close(self: Any) -> None:
-            self._ring.close()
+            while self._kit.slots:
+                self._kit.slots.pop().close()
             self._readers.close()
-            self._copier.close()
+            self._kit.close()
 
         monkeypatch.setattr(Kits, "give", lambda *_: None)
         monkeypatch.setattr(Ring, "drain", drain)

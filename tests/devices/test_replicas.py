@@ -136,10 +136,11 @@ def test_the_same_bytes_on_the_host_and_on_devices() -> None:
     host = [np.zeros(100, np.uint8) for _ in range(2)]
     memory: list[Any] = [*host, one.allocate(100), two.allocate(100), one.allocate(100)]
     segments = tuple(Segment(8, 100, number, 0) for number in range(5))
-    copier = DeviceCopier(memory, near=two)
+    copier = DeviceCopier(memory, streams := {}, two)
     for event in copier.copy(Block(0, 0, 4096, segments, 100), stage, spare=stage[:0]):
         event.wait()
-    copier.close()
+    for stream in streams.values():
+        stream.close()
     one.unpin(stage)
     for each in memory:
         found = each if isinstance(each, np.ndarray) else each.owner.bytes[:100]

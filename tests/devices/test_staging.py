@@ -14,12 +14,7 @@ OLD, NEW, AT_HAND = (Block(0, at, 8, ()) for at in (0, 8, 16))
 
 
 class Slot:
-    """A slot that knows whether it was closed."""
-
-    closed = False
-
-    def close(self) -> None:
-        self.closed = True
+    """A slot."""
 
 
 class Mark:
@@ -113,8 +108,6 @@ def test_all_are_waited_for_in_the_end(ring: Ring, share: Share) -> None:
     ring.drain()
     assert share.finished == [OLD, NEW]
     assert all(mark.over for mark in marks)
-    ring.close()
-    assert all(slot.closed for slot in slots)
 
 
 def test_a_failure_in_the_end_names_its_block(ring: Ring, share: Share) -> None:

@@ -85,8 +85,8 @@ class TestPrivateImport:
 
     def test_probed_once_a_process(self, aligned: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         probes: list[Any] = []
-        real = private_api._works
-        monkeypatch.setattr(private_api, "_works", lambda *x: probes.append(x) or real(*x))
+        real = private_api._jax_memory
+        monkeypatch.setattr(private_api, "_jax_memory", lambda *x: probes.append(x) or real(*x))
         for _ in range(3):
             mfload.load(aligned[0], framework="jax", names=["F32"])
         assert len(probes) <= 1  # None where this version has no such function.
