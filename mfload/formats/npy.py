@@ -10,6 +10,7 @@ CRCs are left to `mfload.verify` (docs/how-to/numpy-files.md).
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import re
@@ -52,7 +53,8 @@ _END, _END64, _LOCATOR64 = b"PK\5\6", b"PK\6\6", b"PK\6\7"
 _ENTRY, _LOCAL = b"PK\1\2", b"PK\3\4"
 _TAIL = 22 + 0xFFFF  # The end of an archive, with the longest comment.
 _HEAD = 512  # Most headers of a member and of its array take less.
-_ASKED = 1000  # Members whose headers are asked of a server at once.
+_ASKED = 1000  # Members whose headers are held at once.
+_WINDOW = 64 << 10  # Bytes that are read at once for them, at most.
 _MOST = 100_000_000  # Bytes of a directory: as many as a safetensors header may have.
 _WIDE = 0xFFFFFFFF  # What a field holds if the number is in the zip64 field.
 _STORED, _DEFLATED = 0, 8
@@ -245,18 +247,29 @@ def _wide(file: Source, name: str, extra: bytes, *numbers: int) -> list[int]:
 
 
 def _heads(file: Source, entries: Sequence[Member], stop: int) -> Iterator[bytes]:
-    """The first bytes of each member; none of one that does not begin before `stop`."""
-    found: dict[Member, bytes] = {}
+    """The first bytes of each member; none of one that does not begin before `stop`.
 
-    def ask(entry: Member) -> None:
-        at = entry.offset
-        found[entry] = file.read(at, min(_HEAD, stop - at)) if at < stop else b""
+    Those of members that lie together are read at once.
+    """
+    window = min(max(_HEAD, file.costs.merge_gap), _WINDOW)
+    found: dict[int, bytes] = {}
 
-    threads = file.costs.concurrency or 1
-    some = 1 if threads == 1 else _ASKED
-    for first in range(0, len(entries), some):
-        sources.at_once(ask, entries[first : first + some], threads)
-        yield from map(found.__getitem__, entries[first : first + some])
+    def ask(group: list[int]) -> None:
+        start = group[0]
+        raw = file.read(start, min(group[-1] + _HEAD, stop) - start) if start < stop else b""
+        for at in group:
+            found[at] = raw[at - start : at - start + _HEAD]
+
+    for first in range(0, len(entries), _ASKED):
+        groups, some = list[list[int]](), entries[first : first + _ASKED]
+        for entry in some:
+            if groups and entry.offset + _HEAD <= groups[-1][0] + window:
+                groups[-1].append(entry.offset)
+            else:
+                groups.append([entry.offset])
+        sources.at_once(ask, groups, file.costs.concurrency or 1)
+        for entry in some:
+            yield found[entry.offset]
         found.clear()
 
 
@@ -307,7 +320,12 @@ def _tensor(file: Source, source: int, member: Member) -> TensorInfo:
     raw = _first(file, member, ahead)[8 + wide :]
     if len(raw) < length:
         raise bad(file, "the file ends within the array's header", name, ahead, size)
-    dtype, shape, big, fortran = _parse(file, name, raw)
+    parsed = _parse(raw)
+    if parsed is None:
+        expected = "{'descr': …, 'fortran_order': …, 'shape': (…)}"
+        text = raw.decode("latin-1").strip(" \n\0")[:200]
+        raise bad(file, "malformed header of a NumPy array", name, expected, text)
+    dtype, shape, big, fortran = parsed
     needed = (dtype.size_of(shape) or 0) if dtype.known else size - ahead
     if needed != size - ahead:
         what = "bytes follow the array"
@@ -327,40 +345,35 @@ def _tensor(file: Source, source: int, member: Member) -> TensorInfo:
     return TensorInfo(name, dtype, shape, (piece,))
 
 
-def _parse(file: Source, name: str, raw: bytes) -> tuple[DType, tuple[int, ...], bool, bool]:
-    """What the header of an array says: dtype, shape, big-endian, in Fortran order."""
+@functools.lru_cache(256)  # Arrays of one archive are often alike.
+def _parse(raw: bytes) -> tuple[DType, tuple[int, ...], bool, bool] | None:
+    """Dtype, shape, whether big-endian and in Fortran order; None of a malformed header."""
     text = raw.decode("latin-1").strip(" \n\0")
     found: dict[str, Any] = {}
     at = 1
     while text.startswith("{") and (field := _FIELD.match(text, at)) is not None:
         key, at = field["key"], field.end()
         if key in found:
-            raise _malformed(file, name, text)
+            return None
         found[key] = field
     whole = text[at:].strip() == "}"
     if not whole or found.keys() != {"descr", "fortran_order", "shape"}:
-        raise _malformed(file, name, text)
+        return None
     flag, dims = found["fortran_order"]["flag"], found["shape"]["dims"]
     descr = found["descr"]["text"]
     if flag is None or dims is None or not _DIMS.fullmatch(dims):
-        raise _malformed(file, name, text)
+        return None
     numbers = [each.strip(" \n\tL") for each in dims.split(",")]
     # One number without a comma is no tuple.
     if (len(numbers) == 1 and numbers[0]) or any(len(each) > 18 for each in numbers):
-        raise _malformed(file, name, text)
+        return None
     shape = tuple(int(each) for each in numbers if each)
-    if descr is None and found["descr"]["list"] is None:
-        raise _malformed(file, name, text)
     if descr is None:
-        return dtypes.lookup("structured"), shape, False, flag == "True"
+        structured = dtypes.lookup("structured"), shape, False, flag == "True"
+        return structured if found["descr"]["list"] else None
     kind = descr.lstrip("<>|=")
     known = _KINDS.get(kind) or _REFUSED.get(kind[:1])
     if known is None and (kind in dtypes.TABLE or not _KIND.fullmatch(kind)):
-        raise _malformed(file, name, text)
+        return None
     dtype = dtypes.lookup(known or kind)
     return dtype, shape, descr.startswith(">"), flag == "True"
-
-
-def _malformed(file: Source, name: str, text: str) -> errors.HeaderError:
-    expected = "{'descr': …, 'fortran_order': …, 'shape': (…)}"
-    return bad(file, "malformed header of a NumPy array", name, expected, text[:200])

@@ -155,7 +155,7 @@ def at_once(call: Callable[[Any], object], given: Iterable[Any], threads: int) -
                 waiting.clear()
                 raise
 
-    if len(waiting) < 2:
+    if min(len(waiting), threads) < 2:
         return work()
     tasks = list[Task[None]]()
     with suppress(RuntimeError):  # The system gives no more threads.

@@ -25,6 +25,7 @@ from mfload.io import buffers
 from mfload.io.pread import PreadReader
 from mfload.planning.plan import make_plan
 from mfload.planning.request import Request
+from mfload.sources.local import LocalFile
 from mfload.stored import Encoding
 
 _KINDS = ["?", "i1", "u1", "<i2", ">i2", "<u4", ">u8", "<f2", ">f4", "<f8", ">c8", "<c8", ">i8"]
@@ -187,6 +188,27 @@ def test_headers_of_members_are_asked_of_a_server_at_once(tmp_path: Path) -> Non
         # The head of the file, its end, and a header for each member.
         assert len(server.asked) <= 26
         assert time.monotonic() - start < 26 * 0.05 / 2
+
+
+def test_headers_of_members_that_lie_together_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {f"t{n}": np.arange(40.0) + n for n in range(1200)}
+    held["large"] = np.arange(100_000.0)
+    np.savez(tmp_path / "x.npz", **held)
+    asked: list[int] = []
+    real = LocalFile.read
+
+    def read(self: LocalFile, offset: int, nbytes: int) -> bytes:
+        asked.append(nbytes)
+        return real(self, offset, nbytes)
+
+    monkeypatch.setattr(LocalFile, "read", read)
+    loaded = mfload.load(tmp_path / "x.npz", "numpy")
+    for name, each in held.items():
+        same(loaded[name], each)
+    assert len(asked) < 30
+    assert sum(asked) < 2 * 1200 * 640 + (1 << 16)
 
 
 def test_an_entry_that_comes_twice_is_refused_over_a_connection_too() -> None:
