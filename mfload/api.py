@@ -1021,7 +1021,7 @@ def save(
         if background:
             take_turn = (pending := Work()).claim
 
-    def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None, saving.Seal | None]:
+    def prepare() -> tuple[Mapping[str, Any], Mapping[str, str] | None, saving.Sealing | None]:
         seal = None
         if take_turn is not None:
             take_turn(path, timeout)

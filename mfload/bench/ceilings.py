@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from queue import SimpleQueue
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from mfload import errors
 from mfload.index import Index, TensorInfo
 from mfload.io import buffers
+from mfload.planning.lots import joined
 from mfload.runtime import Crew
 
 MIB = 1 << 20
@@ -33,15 +35,9 @@ class Extent(NamedTuple):
 
 def extents_of(index: Index, rows: Sequence[TensorInfo]) -> list[Extent]:
     """The extents that hold these tensors, in file order; those that nearly touch are joined."""
-    joined: list[Extent] = []
     pieces = [piece for row in rows for piece in row.pieces if piece.nbytes]
-    for piece in sorted(pieces, key=lambda piece: (piece.source, piece.offset)):
-        path, stop = index.files[piece.source], piece.offset + piece.nbytes
-        if joined and joined[-1].path == path and piece.offset - joined[-1].stop <= _GAP:
-            joined[-1] = joined[-1]._replace(stop=max(stop, joined[-1].stop))
-        else:
-            joined.append(Extent(path, piece.offset, stop))
-    return joined
+    ranges = (block for block, _ in joined(pieces, _GAP, sys.maxsize))
+    return [Extent(index.files[n], start, start + nbytes) for n, start, nbytes, *_ in ranges]
 
 
 def paths_of(extents: Iterable[Extent]) -> list[str]:

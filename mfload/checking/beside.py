@@ -13,15 +13,13 @@ import secrets
 import stat
 from collections.abc import Generator
 
-import numpy as np
-
 from mfload import errors
 from mfload.formats import discovery
 from mfload.formats.discovery import CheckpointFiles
 from mfload.report import human
 from mfload.saving import manifests
 from mfload.saving.attributes import Attributes
-from mfload.saving.drafts import Draft
+from mfload.saving.drafts import Draft, written
 from mfload.saving.publishing import SaveTarget
 
 _CONFIG = "config.json"  # Ends a name in the directory of a model, such as adapter_config.json.
@@ -100,12 +98,8 @@ class Beside:
                 raw = _read(file)
                 if _holds(path, raw):
                     continue
-                like = Attributes.of([path])
-                draft = Draft(f"{hidden}-beside-{number}", len(raw), path, like)
-                stack.callback(draft.discard)
-                draft.write(0, [np.frombuffer(raw, np.uint8)])
-                draft.sync()
-                self._drafts[path] = draft
+                given = raw, f"{hidden}-beside-{number}", path, Attributes.of([path])
+                self._drafts[path] = stack.enter_context(written(*given))
             yield
 
     @contextlib.contextmanager
@@ -143,13 +137,10 @@ def _read(path: str) -> bytes:
 
 def _holds(path: str, raw: bytes) -> bool | None:
     """Whether a file of the target has these bytes; None if there is no file."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(len(raw) + 1) == raw
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise errors.from_target(error, path, "read the file that is there") from error
+    about = errors.AsTarget(path, "read the file that is there")
+    with about, contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        return file.read(len(raw) + 1) == raw
+    return None
 
 
 def _exists(path: str) -> errors.TargetExistsError:

@@ -87,13 +87,14 @@ class _Rewrite:
         others: Whether names differ from those of the source.
         place: The target.
         old: Where the manifest of the source lies; None if it has none.
+        notes: What is worth knowing, in order.
     """
 
     def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
         self.wishes, self._source, self._how = wishes, source, how
         self.index, self.sources = checkpoint.read_every(source, how)
         self.found = found = discovery.find(source, how)
-        self.old, self.notes = _manifest_of(self.index, found)
+        self.old, notes = _manifest_of(self.index, found)
         directory = found.directory is not None
         foreign = [s for s in self.sources if directory or base.find(s) is not safetensors]
         if foreign and not wishes.resume:
@@ -115,6 +116,7 @@ class _Rewrite:
         name = _named(self.index.files) if in_files else None
         where = _own_place(self.index.files, found) if target is None else target
         self.place = SaveTarget(where, wishes.overwrite, name, sealed=self.old is not None)
+        self.notes = [*self.index.notes, *notes]
         if foreign:
             self._check_dtypes()
         in_files &= target is None or self.place.place.whole
@@ -183,8 +185,8 @@ class _Rewrite:
 
     def copy(
         self, drafts: Sequence[Draft], journal: Journal | None, known: Manifest | None
-    ) -> tuple[bytes | None, list[str]]:
-        """Fills the drafts; returns their manifest, if the source has one, and notes."""
+    ) -> bytes | None:
+        """Fills the drafts; returns their manifest, if the source has one."""
         how, index, sources = self._how, self.index, self.sources
         rows = self.rows
         compared = known is not None and self.compared(known)
@@ -193,22 +195,20 @@ class _Rewrite:
             tensors=known is not None and known.hashed,
             files=known is not None and bool(known.files),
         )
-        notes: list[str] = []
         # Both passes tell of the same bytes, but for the headers.
         nbytes = sum(made.size for made in self.layouts) + sum(row.nbytes for row in rows)
         with shown(self.wishes.progress, nbytes) as advance:
             copier = Copier(drafts, self.layouts, sources, how, hasher, seal, journal)
             if copier.resumed:
-                notes.append(
-                    f"went on after {errors.amount(copier.resumed)} that an earlier run wrote"
-                )
+                resumed = errors.amount(copier.resumed)
+                self.notes.append(f"went on after {resumed} that an earlier run wrote")
             copier.run(advance)
             for draft in drafts:
                 how.deadline.bound(draft.sync, "writing to the disk", draft.shown)
             if known is not None and compared:
                 offenders = [*known.differences(rows, hasher.digests())]
                 refuse(offenders, len(rows), known, index, sources, how.deadline)
-            return seal.manifest(drafts, self.layouts, how, advance), notes
+            return seal.manifest(drafts, self.layouts, how, advance)
 
 
 def rewrite(
@@ -220,7 +220,7 @@ def rewrite(
     start = time.perf_counter()
     how = started(wishes.options)
     work = _Rewrite(source, target, wishes, how)
-    files, notes = [], [*work.index.notes, *work.notes]
+    files, notes = [], work.notes
     narrow = dtypes.NARROW.keys() & {kind.name for kind, _ in work.index.columns.kinds}
     notes += [f"{n} as {dtypes.NARROW[n].wide}: safetensors has no {n}" for n in sorted(narrow)]
     if wishes.beside and work.place.place.whole:
@@ -237,8 +237,7 @@ def rewrite(
     with making as drafts:
         noting = Journal(drafts, key) if key else contextlib.nullcontext()
         with noting as journal, _kept(drafts, work.place):
-            sums, more = work.copy(drafts, journal, known)
-            notes += more
+            sums = work.copy(drafts, journal, known)
             with others.written(), others.published():
                 there, more = work.place.publish(drafts, work.layouts, sums)
     if isinstance(noting, Journal) and noting.left:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.checking.checksums import Hasher, Stopped, tensor_hash
@@ -105,7 +105,7 @@ class Seal:
         ]
         sizes = {number: made.size for number, made in enumerate(layouts) if self._files}
         hasher = Hasher(infos if self._tensors else (), sizes)
-        reader = _Reader(drafts, layouts, hasher, self._new)
+        reader = _ReadBack(drafts, layouts, hasher, self._new)
         try:
             files = [draft.source() for draft in drafts]
             scan(files, in_turns(rows, how), reader, how.replace(engine="direct"), advance)
@@ -130,39 +130,34 @@ class Seal:
         return Manifest.of(table, sums, entries, identity).text().encode()
 
 
-class _Found:
+class _Found(NamedTuple):
     """Place of what an earlier run wrote; notes the ranges that are as it said."""
 
-    def __init__(self, written: dict[Block, str], new: Callable[..., Any]) -> None:
-        self._written, self._new = written, new
+    written: dict[Block, str]
+    new: Callable[..., Any]
 
     def take(self, lot: Lot, number: int, data: Any, stopped: Stopped) -> None:
         """Takes the next range."""
-        if self._new(data).hexdigest() == lot.key:
-            self._written[lot.blocks[number]] = lot.key
+        if self.new(data).hexdigest() == lot.key:
+            self.written[lot.blocks[number]] = lot.key
 
 
-class _Reader:
+class _ReadBack(NamedTuple):
     """Place of what is read of the drafts; compares each range with what was written there."""
 
-    def __init__(
-        self,
-        drafts: Sequence[Draft],
-        layouts: Sequence[Layout],
-        hasher: Hasher,
-        new: Callable[..., Any],
-    ) -> None:
-        self._drafts, self._layouts = drafts, layouts
-        self._hasher, self._new = hasher, new
+    drafts: Sequence[Draft]
+    layouts: Sequence[Layout]
+    hasher: Hasher
+    new: Callable[..., Any]
 
     def take(self, lot: Lot, number: int, data: Any, stopped: Stopped) -> None:
         """Takes the next range."""
         source, offset, *_ = lot.blocks[number]
         wanted = lot.key
-        found = wanted and self._new(data).hexdigest()
+        found = wanted and self.new(data).hexdigest()
         if found != wanted:
             what, tensor = "the disk gave back other bytes than were written", None
-            made = self._layouts[source]
+            made = self.layouts[source]
             head = made.header[offset : offset + data.size]
             if bytes(data[: len(head)]) != head:
                 what = "the header read back differs from the one written"
@@ -172,9 +167,9 @@ class _Reader:
             where = f"in bytes {offset} to {offset + data.size}"
             raise errors.WriteError(
                 what,
-                file=self._drafts[source].shown,
+                file=self.drafts[source].shown,
                 tensor=tensor,
-                expected=f"{self._new().name} {wanted} {where}",
+                expected=f"{self.new().name} {wanted} {where}",
                 found=found,
             )
-        self._hasher.take(lot, number, data, stopped)
+        self.hasher.take(lot, number, data, stopped)

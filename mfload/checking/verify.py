@@ -415,10 +415,8 @@ class _Check:
         publishing.write_manifest(target, text, overwrite=overwrite, check=check, files=files)
         self._written = target
         for path in self._chosen.replaced:
-            try:
+            with errors.AsTarget(path, "remove the old manifest"):
                 os.unlink(path)
-            except OSError as error:
-                raise errors.from_target(error, path, "remove the old manifest") from error
             seen.notes.append(f"removed {path}, the manifest with its earlier name")
 
     def result(self, start: float, *, compared: bool) -> Verification:

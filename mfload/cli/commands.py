@@ -324,12 +324,11 @@ def convert(
 _LAYER = "its group is the number of the layer: 'layers\\.(\\d+)\\.fc1\\.weight'."
 _UP = f"Regular expression for names of the up-projections [neurons, width]; {_LAYER}"
 _DOWN = "The same for the down-projections [width, neurons]."
-_GATE = "The same for gates [neurons, width]."
 _ONE_FILE = "Bytes of tensors a file, such as 5GB. Default: a single file."
 
 Up = Annotated[str, option("REGEX", _UP, "--up")]
 Down = Annotated[str, option("REGEX", _DOWN, "--down")]
-Gate = Annotated[str | None, option("REGEX", _GATE, "--gate")]
+Gate = Annotated[str | None, option("REGEX", "The same for gates [neurons, width].", "--gate")]
 OneFile = Annotated[int | None, sized("--max-shard-size", _ONE_FILE)]
 
 
@@ -399,13 +398,8 @@ def doctor(path: Look = None, timeout: Patience = 20.0, as_json: options.Json = 
     return failures.FINE if found.well else failures.DIFFERENT
 
 
-_WHERE = "Where to listen, host:port; port 0 takes a free one."
-_TOKEN = "File with the token that clients must send."
 _CERT = "This server's certificate: clients connect by TLS."
-_KEY = "Its key. Default: in --cert-file."
 _CA = "With it, clients need a certificate that this authority signed."
-_MODEL = "The model's name, such as org/name."
-_PLANNER = "URL of the planner to register with."
 _RUN = (
     "Name of the run that the weights belong to. Seeds of one run are read together. Default: the "
     "same for all seeds with the same bytes."
@@ -420,14 +414,14 @@ _HELD = (
     "the first dim of every tensor. Default: host memory."
 )
 
-Where = Annotated[str, option("HOST:PORT", _WHERE)]
-TokenFile = Annotated[str | None, option("FILE", _TOKEN)]
+Where = Annotated[str, option("HOST:PORT", "Where to listen, host:port; port 0 takes a free one.")]
+TokenFile = Annotated[str | None, option("FILE", "File with the token that clients must send.")]
 CertFile = Annotated[str | None, option("FILE", _CERT)]
-KeyFile = Annotated[str | None, option("FILE", _KEY)]
+KeyFile = Annotated[str | None, option("FILE", "Its key. Default: in --cert-file.")]
 CaFile = Annotated[str | None, option("FILE", _CA)]
-Model = Annotated[str, option("NAME", _MODEL)]
+Model = Annotated[str, option("NAME", "The model's name, such as org/name.")]
 Revision = Annotated[str, option("NAME", "Which version of the model.")]
-Planner = Annotated[str | None, option("URL", _PLANNER)]
+Planner = Annotated[str | None, option("URL", "URL of the planner to register with.")]
 Run = Annotated[str | None, option("NAME", _RUN)]
 Readers = Annotated[int, typer.Option(min=1, metavar="N", help=_READERS)]
 Transports = Annotated[str | None, option("NAMES", _TRANSPORTS)]

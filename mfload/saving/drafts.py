@@ -337,13 +337,37 @@ class Draft:
     def _failed(self, error: OSError, action: str) -> errors.TargetError:
         found = f"{errors.amount(self._written)} written"
         if error.errno == errno.ENOSPC:  # A quota leaves less than that.
-            with contextlib.suppress(OSError, AttributeError):
+            with contextlib.suppress(OSError):
                 disk = os.statvfs(os.path.dirname(self.hidden))
                 found += f", {errors.amount(disk.f_bavail * disk.f_frsize)} free"
         if error.errno in (errno.EMFILE, errno.ENFILE):
             found += "; each shard needs an open file: raise `ulimit -n`, or max_shard_size"
         expected = errors.amount(self.size)
         return errors.from_target(error, self.shown, action, expected=expected, found=found)
+
+
+@contextlib.contextmanager
+def written(
+    raw: bytes,
+    hidden: str,
+    shown: str,
+    like: Attributes | None,
+    *,
+    named: bool = False,
+    changed: int | None = None,
+) -> Generator[Draft]:
+    """A synced draft of these bytes (see `Draft`), gone at the end unless it was published.
+
+    `named`: it has its hidden name from the start, by which others recognise it.
+    """
+    draft = Draft(hidden, len(raw), shown, like, lasting=named)
+    draft.lasting, draft.changed = False, changed
+    try:
+        draft.write(0, [np.frombuffer(raw, np.uint8)])
+        draft.sync()
+        yield draft
+    finally:
+        draft.discard()
 
 
 def can_go_on(found: os.stat_result, size: int) -> bool:

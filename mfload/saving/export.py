@@ -24,6 +24,7 @@ from mfload import dtypes, errors, frameworks, packed
 from mfload.dtypes import DType
 from mfload.frameworks import base
 from mfload.frameworks.base import Exported, Span
+from mfload.planning.slicing import boxes_between
 
 
 class TensorToSave(NamedTuple):
@@ -175,21 +176,10 @@ class _InOrder:
 
 def _copy_in_order(made: NDArray[Any], array: NDArray[Any], first: int) -> None:
     """Fills one dim with the elements of an array from number `first` on, in C order."""
-    if array.ndim == 1:
-        made[:] = array[first : first + made.size]
-        return
-    row = math.prod(array.shape[1:])
-    while made.size:
-        n, ahead = divmod(first, row)
-        rows = 0 if ahead else made.size // row
-        if rows:
-            taken = rows * row
-            part = array[n : n + rows]
-            _copy_in_tiles(made[:taken].reshape(part.shape), part)
-        else:
-            taken = min(row - ahead, made.size)
-            _copy_in_order(made[:taken], array[n], ahead)
-        made, first = made[taken:], first + taken
+    for box in boxes_between(first, first + made.size, array.shape):
+        part = array[tuple(slice(*each) for each in box)]
+        _copy_in_tiles(made[: part.size].reshape(part.shape), part)
+        made = made[part.size :]
 
 
 def _fetch(name: str, exported: Exported) -> Any:

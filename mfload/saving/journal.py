@@ -73,10 +73,8 @@ class Journal:
     def add(self, block: Block, digest: str) -> None:
         """Notes a range that was written; several threads may."""
         line = f"{block.source} {block.offset} {block.nbytes} {digest}\n"
-        try:
+        with errors.AsTarget(self.path, "write to the journal"):
             self._append(line.encode())
-        except OSError as error:
-            raise errors.from_target(error, self.path, "write to the journal") from error
 
     def _append(self, line: bytes) -> None:
         """Writes a whole line, under a lock: lines of several threads must not be mixed."""

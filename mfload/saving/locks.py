@@ -31,11 +31,9 @@ _holders: set[tuple[object, ...]] = set()
 @contextmanager
 def _held(directory: str, name: str = "") -> Generator[None]:
     """Refuses a second lock by one thread, in a signal handler: it would wait for itself."""
-    try:
+    with errors.AsTarget(directory, "look at the directory"):
         # Not by its path: a directory may have several, through mounts or after a rename.
         found = os.stat(directory)
-    except OSError as error:
-        raise errors.from_target(error, directory, "look at the directory") from error
     owner = os.getpid(), threading.get_ident(), found.st_dev, found.st_ino, name
     if owner in _holders:
         what = "to this target" if name else "into this directory"

@@ -13,13 +13,12 @@ import re
 import secrets
 import stat
 from collections.abc import Callable, Generator, Sequence
-
-import numpy as np
+from contextlib import AbstractContextManager
 
 from mfload import errors
 from mfload.formats import discovery
 from mfload.saving.attributes import Attributes
-from mfload.saving.drafts import Draft, fsync
+from mfload.saving.drafts import Draft, fsync, written
 from mfload.saving.manifests import SUFFIX
 from mfload.saving.targets import Location, mode_at
 from mfload.sources.local import is_cached
@@ -48,54 +47,41 @@ def check_target(path: str, *, overwrite: bool) -> None:
 
 def is_manifest(path: str) -> bool:
     """Whether a file is a manifest, also a damaged one. Raises TargetError if it can't be read."""
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            return False
-        with open(path, "rb", opener=_opened) as file:
-            head = file.read(_HEAD)
-            # A loss of power may leave a name without its bytes.
-            lost = path.endswith(SUFFIX) and not head.strip(b"\0")
-            return lost or _MARK.match(head) is not None
-    except FileNotFoundError:
+    head = None
+    with errors.AsTarget(path, "read the manifest"), contextlib.suppress(FileNotFoundError):
+        if stat.S_ISREG(os.stat(path).st_mode):
+            with open(path, "rb", opener=_opened) as file:
+                head = file.read(_HEAD)
+    if head is None:
         return False
-    except OSError as error:
-        raise errors.from_target(error, path, "read the manifest") from error
+    # A loss of power may leave a name without its bytes.
+    lost = path.endswith(SUFFIX) and not head.strip(b"\0")
+    return lost or _MARK.match(head) is not None
 
 
 def _opened(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK)  # It may be a FIFO by now.
 
 
-@contextlib.contextmanager
 def drafted(
     place: Location, name: str, text: bytes | None, like: Attributes | None
-) -> Generator[Draft | None]:
+) -> AbstractContextManager[Draft | None]:
     """Writes a manifest, if given, to a synced draft; removes the draft if it is not published.
 
     A draft that needs a hidden name gets one of `place`.
     """
     if text is None:
-        yield None
-        return
-    raw = np.frombuffer(text, np.uint8)
-    made = Draft(place.at(place.hidden + secrets.token_hex(8)), raw.size, place.at(name), like)
-    try:
-        made.write(0, [raw])
-        made.sync()
-        yield made
-    finally:
-        made.discard()
+        return contextlib.nullcontext()
+    return written(text, place.at(place.hidden + secrets.token_hex(8)), place.at(name), like)
 
 
 def publish(made: Draft | None, directory: int, *, replace: bool) -> None:
     """Gives a drafted manifest, if there is one, its name, and syncs the open directory."""
     if made is None:
         return
-    try:
+    with errors.AsTarget(made.shown, "put the manifest in its place"):
         made.publish(made.shown, replace=replace)
         fsync(directory)
-    except OSError as error:
-        raise errors.from_target(error, made.shown, "put the manifest in its place") from error
 
 
 @contextlib.contextmanager
@@ -113,14 +99,12 @@ def replaced(
     """
     away = {place.at(name): place.at(place.hidden + secrets.token_hex(8)) for name in old}
     try:
-        try:
+        with errors.AsTarget(place.path, "remove its old manifest"):
             for path, hidden in away.items():
                 with contextlib.suppress(FileNotFoundError):  # It has gone by itself.
                     os.rename(path, hidden)
             if away:
                 fsync(directory)
-        except OSError as error:
-            raise errors.from_target(error, place.path, "remove its old manifest") from error
         yield
     except BaseException:
         if not landed():

@@ -31,8 +31,6 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-
 from mfload import errors
 from mfload.formats import unfinished
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
@@ -192,30 +190,26 @@ class SaveTarget:
         if shards:
             self._notes = [f"{'not ' if stay else ''}removed {unfinished.told(stay or shards)}"]
             # Before their draft, by which they are recognised.
-            try:
+            with errors.AsTarget(place.directory, "remove files"):
                 files.fsync(directory)
-            except OSError as error:
-                raise errors.from_target(error, place.directory, "remove files") from error
         hidden = sorted({*map(place.at, left)} - {*map(place.at, shards)} - ours)
         _remove_left(hidden)
         if stay := [os.path.basename(path) for path in hidden if os.path.lexists(path)]:
             self._notes.append(
                 "a save that did not finish left files, which can't be removed; if no process is "
-                f"writing them any more, remove them: {_shown(stay)}"
+                f"writing them any more, remove them: {some_of(stay)}"
             )
 
     def _check_links(self, draft: Draft) -> None:
         """Refuses to replace shards on a file system without hard links, before bytes come."""
         spare = f"{draft.hidden}.link"
-        try:
+        action = (
+            "make the hard links that replacing a sharded checkpoint takes (remove it first, "
+            "or save to another directory)"
+        )
+        with errors.AsTarget(self.path, action):
             draft.link(spare)
             os.unlink(spare)
-        except OSError as error:
-            action = (
-                "make the hard links that replacing a sharded checkpoint takes (remove it first, "
-                "or save to another directory)"
-            )
-            raise errors.from_target(error, self.path, action) from error
 
     def publish(
         self, drafts: Sequence[Draft], layouts: Sequence[Layout], manifest: bytes | None = None
@@ -242,7 +236,7 @@ class SaveTarget:
             n for n in old.links if os.path.exists(place.at(n)) and not os.path.islink(place.at(n))
         }
         if now:
-            told = f"replaced links into a cache of blobs, the blobs stay: {_shown(sorted(now))}"
+            told = f"replaced links into a cache of blobs, the blobs stay: {some_of(sorted(now))}"
             notes.append(told)
         if change.indexed:
             names.append(place.index)
@@ -375,7 +369,7 @@ class _Change:
             notes.append(f"of the old checkpoint, {place.at(left[0])} could not be removed")
         gone = [name for name in going if name not in left]
         if gone:
-            notes.append(f"removed of the old checkpoint: {_shown(gone)}")
+            notes.append(f"removed of the old checkpoint: {some_of(gone)}")
         # The names are on disk before what leads to them. Without an index, a load of the
         # directory takes all files there are: it goes last, and only if the old ones are gone.
         files.fsync(self.directory)
@@ -393,26 +387,23 @@ class _Change:
     def _index(self, names: Iterable[str], replaced: Sequence[str]) -> Generator[Draft]:
         """A synced draft of an index of files of these names; its hidden name is not synced yet."""
         target, place = self.target, self.target.place
-        raw = np.frombuffer(layout.index_json(names, self.layouts, replaced), np.uint8)
-        path = place.at(place.index)
+        raw = layout.index_json(names, self.layouts, replaced)
+        path, changed = place.at(place.index), self.drafts[0].changed
         hidden = place.at(f"{place.hidden}{secrets.token_hex(8)}{unfinished.INDEX_END}")
-        draft = Draft(hidden, raw.size, path, target.like, lasting=True)
-        draft.lasting, draft.changed = False, self.drafts[0].changed
         before = target.committed
-        try:
-            draft.write(0, [raw])
-            draft.sync()
-            # True before the rename, since Ctrl-C may come right after it; checked on errors.
-            target.committed = True
-            yield draft
-        except BaseException:
-            target.committed = before or draft.is_at(path)
-            raise
-        finally:
-            draft.discard()
+        given = raw, hidden, path, target.like
+        with files.written(*given, named=True, changed=changed) as draft:
+            try:
+                # True before the rename, since Ctrl-C may come right after it; checked on errors.
+                target.committed = True
+                yield draft
+            except BaseException:
+                target.committed = before or draft.is_at(path)
+                raise
 
 
-def _shown(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """The first of some names, and how many there are besides."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
 
@@ -470,11 +461,8 @@ def _make_directory(path: str) -> None:
         missing.append(path)
         path = os.path.dirname(path)
     for path in reversed(missing):
-        try:
+        with errors.AsTarget(path, "make the directory"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
             with files.open_directory(os.path.dirname(path)) as fd:
                 files.fsync(fd)
-        except OSError as error:
-            told = errors.from_target(error, path, "make the directory")
-            raise told from (None if told is error else error)

@@ -22,7 +22,7 @@ from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import TensorToSave, export
 from mfload.saving.layout import Layout
-from mfload.saving.publishing import SaveTarget
+from mfload.saving.publishing import SaveTarget, some_of
 from mfload.saving.writers import Write, Writers
 
 # Writes past the page cache wait for the disk, not for a core.
@@ -33,7 +33,7 @@ _INLINE = 1 << 20
 _SOON = 256 << 20
 _SHOWN = 8
 
-Prepare = Callable[[], "tuple[Mapping[str, Any], Mapping[str, str] | None, Seal | None]"]
+Prepare = Callable[[], "tuple[Mapping[str, Any], Mapping[str, str] | None, Sealing | None]"]
 Keep = Callable[[Sequence[Layout], Collection[str]], Sequence[Layout]]
 """Copies or holds the arrays of layouts, but for some names; returns layouts of what was kept."""
 
@@ -91,7 +91,7 @@ class Saved(Printable):
         return rows + [("note", note) for note in self.notes]
 
 
-class Seal(Protocol):
+class Sealing(Protocol):
     """Makes the manifest of a save (see `checking.sealing`)."""
 
     def write(
@@ -145,7 +145,7 @@ def _write(
     notes: Sequence[str],
     progress: Progress,
     deadline: Deadline | None,
-    seal: Seal | None,
+    seal: Sealing | None,
 ) -> Saved:
     size, count = sum(made.size for made in layouts), sum(len(made.entries) for made in layouts)
     quiet = gc_paused() if size <= _SOON else nullcontext()
@@ -228,8 +228,7 @@ def widened(given: Sequence[TensorToSave]) -> list[str]:
             kinds.setdefault(each.given, []).append(each.name)
     return [
         f"{kind} as {kind.wide}: safetensors has no {kind}; dtype={{name: {kind.name!r}}}, or a "
-        f"target of that dtype, brings it back: {', '.join(names[:_SHOWN])}"
-        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        f"target of that dtype, brings it back: {some_of(names)}"
         for kind, names in kinds.items()
     ]
 
@@ -249,8 +248,7 @@ def _shared(given: Sequence[TensorToSave]) -> list[str]:
             groups.append([name])
         end = max(end, past)
     return [
-        f"lie in the same memory, each is written in full: {', '.join(names[:_SHOWN])}"
-        + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        f"lie in the same memory, each is written in full: {some_of(names)}"
         for names in groups
         if len(names) > 1
     ]

@@ -8,6 +8,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -157,7 +158,7 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
             found=redacted(given),
         )
     name = os.path.basename(given)
-    try:
+    with errors.AsTarget(given, "use the target's directory"):
         whole = name in ("", ".", "..") or (os.path.isdir(given) and not name.endswith(SUFFIX))
         path = os.path.join(given, stem + SUFFIX) if whole else given
         # As an editor would: what a link leads to is replaced, the link stays.
@@ -168,8 +169,6 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
             if (linked := resolved(path)) != target:
                 place = Location(place.directory, place.name, linked)
-    except OSError as error:
-        raise errors.from_target(error, given, "use the target's directory") from error
     if place.name.endswith(".json"):
         raise errors.UsageError(
             "an index is written beside its shards",
@@ -216,12 +215,10 @@ class Existing(NamedTuple):
 
 def look(place: Location, coming: Iterable[str] = ()) -> Existing:
     """Looks at what lies at a place; `coming` are names of the files that are to be written."""
-    try:
+    names = frozenset[str]()
+    about = errors.AsTarget(place.directory, "list the directory")
+    with about, suppress(FileNotFoundError):  # It will be made.
         names = frozenset(os.listdir(place.directory))
-    except FileNotFoundError:  # It will be made.
-        names = frozenset[str]()
-    except OSError as error:
-        raise errors.from_target(error, place.directory, "list the directory") from error
     # A manifest that is written alone has hidden names of its own.
     prefixes = place.hidden, Location(place.directory, place.manifest).hidden
     hidden = frozenset(name for name in names if name.startswith(prefixes))

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import math
+import operator
 import os
 import secrets
 import time
@@ -33,7 +35,7 @@ from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
 from mfload.saving.export import TensorToSave, export, unboxed
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.save import Keep, Prepare, Saved, Seal, fetched, widened
+from mfload.saving.save import Keep, Prepare, Saved, Sealing, fetched, widened
 
 _LOOK = 0.25  # Seconds between looks at the other processes, while writing.
 _ARRIVAL = 600.0  # Seconds until the other processes must have made the call.
@@ -142,7 +144,7 @@ def _publish(
     layouts: Sequence[Layout],
     saved: Saved,
     start: float,
-    seal: Seal | None,
+    seal: Sealing | None,
 ) -> Saved:
     for draft in drafts:
         draft.count(draft.size)
@@ -197,24 +199,21 @@ def _global(name: str, array: Any) -> TensorToSave:
 def _write(hidden: str, ranges: Iterable[_Range], group: agree.ProcessGroup, advance: Any) -> int:
     """Writes this process's part of a draft; returns the number of bytes."""
     written, looked = 0, time.monotonic()
-    try:
+    action = "open the file that another process made (all must share the file system)"
+    with errors.AsTarget(hidden, action):
         file = opened(hidden, os.O_RDWR)
-    except OSError as error:
-        action = "open the file that another process made (all must share the file system)"
-        raise errors.from_target(error, hidden, action) from error
     try:
-        for offset, data in ranges:
-            for at in range(0, data.size, BLOCK):
-                write_all(file.fileno(), [data[at : at + BLOCK]], offset + at)
-                if time.monotonic() > looked + _LOOK:
-                    group.check("writing")
-                    looked = time.monotonic()
-            written += data.size
-            if advance is not None:
-                advance(data.size)
-        fsync(file.fileno())
-    except OSError as error:
-        raise errors.from_target(error, hidden, "write") from error
+        with errors.AsTarget(hidden, "write"):
+            for offset, data in ranges:
+                for at in range(0, data.size, BLOCK):
+                    write_all(file.fileno(), [data[at : at + BLOCK]], offset + at)
+                    if time.monotonic() > looked + _LOOK:
+                        group.check("writing")
+                        looked = time.monotonic()
+                written += data.size
+                if advance is not None:
+                    advance(data.size)
+            fsync(file.fileno())
     finally:
         closed(file)
     return written
@@ -250,9 +249,8 @@ def _runs(
         whole -= 1
     outer = max(0, whole - 1)
     strides = [math.prod(shape[dim + 1 :]) * item for dim in range(len(shape))]
-    begin = at + sum(low * stride for (low, _), stride in zip(box, strides, strict=True))
-    counts = [high - low for low, high in box[:outer]]
-    nbytes = data.size // math.prod(counts)
-    for number, place in enumerate(np.ndindex(*counts)):
-        offset = begin + sum(n * stride for n, stride in zip(place, strides, strict=False))
+    nbytes = data.size // math.prod(high - low for low, high in box[:outer])
+    ranges = [range(*each) for each in box[:outer]] + [[low] for low, _ in box[outer:]]
+    for number, place in enumerate(itertools.product(*ranges)):
+        offset = at + sum(map(operator.mul, place, strides))
         yield offset, data[number * nbytes :][:nbytes]
