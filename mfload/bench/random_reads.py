@@ -59,7 +59,6 @@ def bench(
 
     Raises:
         UsageError: An engine is unknown, or the files lie in memory.
-        DeviceError: This is not Linux.
         TargetError: The scratch file can't be written.
     """
     for engine in engines:
@@ -111,7 +110,7 @@ def _files(
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         left = min(nbytes, shutil.disk_usage(folder).free // 4)
         rng, end = np.random.Generator(np.random.SFC64()), time.monotonic() + _WRITING
-        with errors.as_target(folder, "write a scratch file"):
+        with errors.AsTarget(folder, "write a scratch file"):
             while left > 0 and (time.monotonic() < end or file.tell() < _ENOUGH):
                 left -= file.write(rng.bytes(min(left, 16 << 20)))
             os.fsync(file.fileno())

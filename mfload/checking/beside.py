@@ -137,7 +137,7 @@ def _read(path: str) -> bytes:
 
 def _holds(path: str, raw: bytes) -> bool | None:
     """Whether a file of the target has these bytes; None if there is no file."""
-    about = errors.as_target(path, "read the file that is there")
+    about = errors.AsTarget(path, "read the file that is there")
     with about, contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
         return file.read(len(raw) + 1) == raw
     return None

@@ -415,7 +415,7 @@ class _Check:
         publishing.write_manifest(target, text, overwrite=overwrite, check=check, files=files)
         self._written = target
         for path in self._chosen.replaced:
-            with errors.as_target(path, "remove the old manifest"):
+            with errors.AsTarget(path, "remove the old manifest"):
                 os.unlink(path)
             seen.notes.append(f"removed {path}, the manifest with its earlier name")
 

@@ -337,7 +337,7 @@ class Draft:
     def _failed(self, error: OSError, action: str) -> errors.TargetError:
         found = f"{errors.amount(self._written)} written"
         if error.errno == errno.ENOSPC:  # A quota leaves less than that.
-            with contextlib.suppress(OSError, AttributeError):
+            with contextlib.suppress(OSError):
                 disk = os.statvfs(os.path.dirname(self.hidden))
                 found += f", {errors.amount(disk.f_bavail * disk.f_frsize)} free"
         if error.errno in (errno.EMFILE, errno.ENFILE):

@@ -73,7 +73,7 @@ class Journal:
     def add(self, block: Block, digest: str) -> None:
         """Notes a range that was written; several threads may."""
         line = f"{block.source} {block.offset} {block.nbytes} {digest}\n"
-        with errors.as_target(self.path, "write to the journal"):
+        with errors.AsTarget(self.path, "write to the journal"):
             self._append(line.encode())
 
     def _append(self, line: bytes) -> None:

@@ -31,7 +31,7 @@ _holders: set[tuple[object, ...]] = set()
 @contextmanager
 def _held(directory: str, name: str = "") -> Generator[None]:
     """Refuses a second lock by one thread, in a signal handler: it would wait for itself."""
-    with errors.as_target(directory, "look at the directory"):
+    with errors.AsTarget(directory, "look at the directory"):
         # Not by its path: a directory may have several, through mounts or after a rename.
         found = os.stat(directory)
     owner = os.getpid(), threading.get_ident(), found.st_dev, found.st_ino, name

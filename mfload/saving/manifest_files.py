@@ -48,7 +48,7 @@ def check_target(path: str, *, overwrite: bool) -> None:
 def is_manifest(path: str) -> bool:
     """Whether a file is a manifest, also a damaged one. Raises TargetError if it can't be read."""
     head = None
-    with errors.as_target(path, "read the manifest"), contextlib.suppress(FileNotFoundError):
+    with errors.AsTarget(path, "read the manifest"), contextlib.suppress(FileNotFoundError):
         if stat.S_ISREG(os.stat(path).st_mode):
             with open(path, "rb", opener=_opened) as file:
                 head = file.read(_HEAD)
@@ -79,7 +79,7 @@ def publish(made: Draft | None, directory: int, *, replace: bool) -> None:
     """Gives a drafted manifest, if there is one, its name, and syncs the open directory."""
     if made is None:
         return
-    with errors.as_target(made.shown, "put the manifest in its place"):
+    with errors.AsTarget(made.shown, "put the manifest in its place"):
         made.publish(made.shown, replace=replace)
         fsync(directory)
 
@@ -99,7 +99,7 @@ def replaced(
     """
     away = {place.at(name): place.at(place.hidden + secrets.token_hex(8)) for name in old}
     try:
-        with errors.as_target(place.path, "remove its old manifest"):
+        with errors.AsTarget(place.path, "remove its old manifest"):
             for path, hidden in away.items():
                 with contextlib.suppress(FileNotFoundError):  # It has gone by itself.
                     os.rename(path, hidden)

@@ -190,7 +190,7 @@ class SaveTarget:
         if shards:
             self._notes = [f"{'not ' if stay else ''}removed {unfinished.told(stay or shards)}"]
             # Before their draft, by which they are recognised.
-            with errors.as_target(place.directory, "remove files"):
+            with errors.AsTarget(place.directory, "remove files"):
                 files.fsync(directory)
         hidden = sorted({*map(place.at, left)} - {*map(place.at, shards)} - ours)
         _remove_left(hidden)
@@ -207,7 +207,7 @@ class SaveTarget:
             "make the hard links that replacing a sharded checkpoint takes (remove it first, "
             "or save to another directory)"
         )
-        with errors.as_target(self.path, action):
+        with errors.AsTarget(self.path, action):
             draft.link(spare)
             os.unlink(spare)
 
@@ -461,7 +461,7 @@ def _make_directory(path: str) -> None:
         missing.append(path)
         path = os.path.dirname(path)
     for path in reversed(missing):
-        with errors.as_target(path, "make the directory"):
+        with errors.AsTarget(path, "make the directory"):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path)
             with files.open_directory(os.path.dirname(path)) as fd:

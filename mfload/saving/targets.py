@@ -133,7 +133,7 @@ class Location:
 
 def mode_at(path: str, what: str) -> int | None:
     """The mode of what has a name, not following links; None if nothing has it."""
-    with errors.as_target(path, f"look at {what}"), suppress(FileNotFoundError):
+    with errors.AsTarget(path, f"look at {what}"), suppress(FileNotFoundError):
         return os.lstat(path).st_mode
     return None
 
@@ -155,7 +155,7 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
             found=redacted(given),
         )
     name = os.path.basename(given)
-    with errors.as_target(given, "use the target's directory"):
+    with errors.AsTarget(given, "use the target's directory"):
         whole = name in ("", ".", "..") or (os.path.isdir(given) and not name.endswith(SUFFIX))
         path = os.path.join(given, stem + SUFFIX) if whole else given
         # As an editor would: what a link leads to is replaced, the link stays.
@@ -213,7 +213,7 @@ class Existing(NamedTuple):
 def look(place: Location, coming: Iterable[str] = ()) -> Existing:
     """Looks at what lies at a place; `coming` are names of the files that are to be written."""
     names = frozenset[str]()
-    about = errors.as_target(place.directory, "list the directory")
+    about = errors.AsTarget(place.directory, "list the directory")
     with about, suppress(FileNotFoundError):  # It will be made.
         names = frozenset(os.listdir(place.directory))
     # A manifest that is written alone has hidden names of its own.

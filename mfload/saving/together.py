@@ -200,10 +200,10 @@ def _write(hidden: str, ranges: Iterable[_Range], group: agree.ProcessGroup, adv
     """Writes this process's part of a draft; returns the number of bytes."""
     written, looked = 0, time.monotonic()
     action = "open the file that another process made (all must share the file system)"
-    with errors.as_target(hidden, action):
+    with errors.AsTarget(hidden, action):
         file = opened(hidden, os.O_RDWR)
     try:
-        with errors.as_target(hidden, "write"):
+        with errors.AsTarget(hidden, "write"):
             for offset, data in ranges:
                 for at in range(0, data.size, BLOCK):
                     write_all(file.fileno(), [data[at : at + BLOCK]], offset + at)
