@@ -407,7 +407,7 @@ def _memory(target: Any) -> Any:
 def _fill(target: Any, lazy: LazyTensor) -> Any:
     """Reads into a tensor of the same shape and dtype (see `_fills`), and returns it."""
     part, *_ = lazy.taken()
-    if target.is_cpu:
+    if target.device.type not in _DEVICES:
         memory = _memory(target)
     elif target.nbytes <= _SMALL or not part.simple:
         return target.copy_(lazy.read(unknown=False))
