@@ -336,7 +336,7 @@ class _Reader:
         """
         count = min(self._threads, memory.nbytes // _PART) if memory.nbytes > _PART else 1
         if count <= 1:
-            handle = source.open()
+            handle = AtOnce(source) if self._never_waits else source.open()
             try:
                 if ahead:
                     fetch(handle.fd, ahead)
@@ -351,7 +351,7 @@ class _Reader:
         def read(number: int) -> None:
             before = None if get_ident() == caller else usage(thread=True)
             part = memory[number * size : (number + 1) * size]
-            with AtOnce(source) if self._never_waits else source.open() as handle:
+            with source.open() as handle:
                 fetch(handle.fd, ahead[number::count])
                 buffers.populate(part)
                 handle.read([part], at + number * size)
