@@ -15,6 +15,7 @@ from mfload.frameworks import private_api, torch_memory
 from mfload.frameworks.base import Lent, memory_at
 from mfload.io import buffers
 
+_META = torch.device("meta")
 _DEVICES = ("cuda",)  # Types of those that loads land on.
 _SMALL = 1 << 20  # Bytes that PyTorch copies onto one in less time than a load takes to begin.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # Subclasses may keep what they hold elsewhere.
@@ -105,58 +106,13 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         kind = getattr(func, "__name__", "")
         # Of a property it is that of its accessor.
         name = func.__self__.__name__ if kind in ("__get__", "__set__") else kind  # pyright: ignore
-        if isinstance(first, LazyTensor):
-            if name in _METADATA and kind != "__set__":
-                return id(first) if name == "__hash__" else func(first.like, *args[1:], **kwargs)
-            place = first.whole.part.adapter.place
-            if name == "requires_grad_" and private_api.torch_class_in_making() is not None:
-                func(first.like, *args[1:], **kwargs)
-                return first
-            if kind == "__set__" or name in _OWNED:
-                return func(first.become(), *_read(args[1:], True), **_read(kwargs, True))
-            if name == "data_ptr" and first.whole.held is None:
-                # What is read would be gone before its address is used.
-                expected = "a tensor that was read, such as lazy.clone()"
-                raise errors.UsageError(
-                    "a lazy tensor has no memory of its own",
-                    tensor=first.whole.part.name,
-                    expected=expected,
-                    found="data_ptr()",
-                )
-            if name == "device":
-                return place
-            if name in ("is_cpu", "is_cuda", "is_meta"):
-                return place.type == name.removeprefix("is_")
-            if name == "get_device":
-                return -1 if place.type == "cpu" else place.index
-            if name == "is_pinned":
-                return False
-            if name == "untyped_storage" and first.whole.held is None:
-                size = first.like.untyped_storage().nbytes()  # It has no bytes.
-                return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
-            if name in _LIKE and next(_lazy(args[1:]), None) is None:
-                if kwargs.get("device") is None:
-                    kwargs["device"] = place
-                return func(first.like, *args[1:], **kwargs)
-            if (
-                name in ("to", "cuda")
-                and (made := _moved(first, name, args[1:], kwargs)) is not None
-            ):
-                return made
-            if name in _VIEWS and (made := _views(func, name, args, kwargs)) is not None:
-                return made
-        elif name == "copy_" and _fills(first, args[1:]):
-            return _fill(first, args[1])
-        elif name == "__setitem__" and isinstance(args[2], LazyTensor) and _is_basic(args[1]):
-            place = first[args[1]] if type(first) in _PLAIN and not first.is_sparse else None
-            if _fills(place, args[2:]):
-                _fill(place, args[2])
-                return None
-        elif name == "copy_" and isinstance(first, torch.Tensor) and first.is_meta:
-            # Nothing is kept there: loaders count so what they are given.
-            given = [*args, *kwargs.values()]
-            like = [each.like if isinstance(each, LazyTensor) else each for each in given]
-            return func(*like[: len(args)], **dict(zip(kwargs, like[len(args) :], strict=True)))
+        lazy = isinstance(first, LazyTensor)
+        if lazy and name == "requires_grad_" and private_api.torch_class_in_making() is not None:
+            func(first.like, *args[1:], **kwargs)
+            return first
+        made = (_answer if lazy else _into)(func, kind, name, args, kwargs)
+        if made is not _READ:
+            return made
         for each in _lazy([first if _changes(kind) else None, kwargs.get("out")]):
             each.whole.hold()
         needed = name in ("copy_", "__setitem__", "module_load") or (
@@ -221,6 +177,67 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         return read if read.shape == shape else read.contiguous().view(shape)
 
 
+_READ = object()
+"""What `_answer` and `_into` give if lazy tensors are to be read for an operation."""
+
+
+def _answer(func: Any, kind: str, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What an operation on a lazy tensor gives without reading it for that."""
+    first: LazyTensor = args[0]
+    if name in _METADATA and kind != "__set__":
+        return id(first) if name == "__hash__" else func(first.like, *args[1:], **kwargs)
+    place, held = first.whole.part.adapter.place, first.whole.held
+    if kind == "__set__" or name in _OWNED:
+        return func(first.become(), *_read(args[1:], True), **_read(kwargs, True))
+    if name == "data_ptr" and held is None:
+        # What is read would be gone before its address is used.
+        raise errors.UsageError(
+            "a lazy tensor has no memory of its own",
+            tensor=first.whole.part.name,
+            expected="a tensor that was read, such as lazy.clone()",
+            found="data_ptr()",
+        )
+    if name == "device":
+        return place
+    if name in ("is_cpu", "is_cuda", "is_meta"):
+        return place.type == name.removeprefix("is_")
+    if name == "get_device":
+        return -1 if place.type == "cpu" else place.index
+    if name == "is_pinned":
+        return False
+    if name == "untyped_storage" and held is None:
+        size = first.like.untyped_storage().nbytes()  # It has no bytes.
+        return torch.empty(size, dtype=torch.uint8, device="meta").untyped_storage()
+    if name in _LIKE and next(_lazy(args[1:]), None) is None:
+        if kwargs.get("device") is None:
+            kwargs["device"] = place
+        return func(first.like, *args[1:], **kwargs)
+    if name in ("to", "cuda"):
+        made = _moved(first, name, args[1:], kwargs)
+        return _READ if made is None else made
+    made = _views(func, name, args, kwargs) if name in _VIEWS else None
+    return _READ if made is None else made
+
+
+def _into(func: Any, kind: str, name: str, args: tuple[Any, ...], kwargs: Any) -> Any:
+    """What an operation gives that reads lazy tensors into a plain one, or needs their shape."""
+    first: Any = args[0] if args else None
+    if name == "copy_":
+        if _fills(first, args[1:]):
+            return _fill(first, args[1])
+        if isinstance(first, torch.Tensor) and first.is_meta:
+            # Nothing is kept there: loaders count so what they are given.
+            given = [*args, *kwargs.values()]
+            like = [each.like if isinstance(each, LazyTensor) else each for each in given]
+            return func(*like[: len(args)], **dict(zip(kwargs, like[len(args) :], strict=True)))
+    elif name == "__setitem__" and isinstance(args[2], LazyTensor) and _is_basic(args[1]):
+        place = first[args[1]] if type(first) in _PLAIN and not first.is_sparse else None
+        if _fills(place, args[2:]):
+            _fill(place, args[2])
+            return None
+    return _READ
+
+
 _ATTRIBUTES = ("whole", "like", "_taken")
 _ANSWERS = private_api.torch_data_answers(LazyTensor)
 
@@ -241,6 +258,8 @@ class Whole:
         held: All of it, once it was changed in place.
     """
 
+    __slots__ = ("_lock", "held", "like", "part")
+
     def __init__(self, part: Any, like: Any) -> None:
         self.part, self.like, self.held = part, like, None
         self._lock = threading.Lock()
@@ -254,7 +273,7 @@ class Whole:
 
 def make(part: Any) -> LazyTensor:
     """The tensor for a `loading.lazy_tensor.LazyTensor`."""
-    like = torch.empty(part.shape, dtype=part.dtype, device="meta")
+    like = torch.empty(part.shape, dtype=part.dtype, device=_META)
     return _lazy_view(Whole(part, like), like)
 
 
@@ -322,21 +341,21 @@ def _fills(target: Any, given: tuple[Any, ...]) -> bool:
     """Whether `target.copy_(*given)` can read a lazy tensor straight into the target's memory."""
     if not given or not isinstance(given[0], LazyTensor):
         return False
-    lazy = given[0]
-    adapter = lazy.whole.part.adapter
+    lazy, kind = given[0], type(target)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+        return False
+    whole, like = lazy.whole, lazy.like
     return (
-        type(target) in _PLAIN
-        and not private_api.torch_dispatches()  # It must see the copy.
-        and adapter.on_host
-        and target.device.type in ("cpu", *_DEVICES)
-        and not _is_capturing(target)
-        and target.dtype == lazy.like.dtype
-        and target.shape == lazy.like.shape
-        and target.numel() > 0
+        whole.held is None
+        and target.dtype == like.dtype
+        and target.shape == like.shape
         and target.is_contiguous()
+        and target.numel() > 0
+        and (target.is_cpu or (target.is_cuda and not _is_capturing(target)))
+        and whole.part.adapter.on_host
+        and not private_api.torch_dispatches()  # It must see the copy.
         and not (target.requires_grad and torch.is_grad_enabled())
         and not (target.is_conj() or target.is_neg() or target.is_inference())
-        and lazy.whole.held is None
         and lazy.taken()[1] is None
     )
 
@@ -366,9 +385,7 @@ def _moved(lazy: LazyTensor, name: str, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _is_capturing(target: Any) -> bool:
-    """Whether a graph is captured on the device of a tensor."""
-    if not target.is_cuda:
-        return False
+    """Whether a graph is captured on the CUDA device of a tensor."""
     with torch.cuda.device(target.device):
         return torch.cuda.is_current_stream_capturing()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import threading
 import time
 from _thread import get_ident
@@ -16,6 +15,7 @@ import numpy as np
 
 from mfload import errors, frameworks
 from mfload.dlpack import View
+from mfload.dtypes import DType
 from mfload.errors import counted
 from mfload.formats import checkpoint
 from mfload.frameworks.base import Adapter
@@ -28,8 +28,8 @@ from mfload.options import LoadOptions, started
 from mfload.planning import extents, selection
 from mfload.planning.memory import Ledger
 from mfload.planning.reads import Reads
-from mfload.planning.request import Request, whole, whole_rows
-from mfload.planning.slicing import one_range, select
+from mfload.planning.request import Request, whole
+from mfload.planning.slicing import runs, select
 from mfload.runtime import Crew, Usage, local_processes, share_of_cores, usage
 from mfload.sources.base import Costs, Source
 from mfload.sources.local import AtOnce
@@ -55,6 +55,8 @@ Array = TypeVar("Array")
 
 Span = tuple[Usage, Usage]
 """What a thread has used before and after some work."""
+
+_NO_SPANS: tuple[Span, ...] = ()
 
 T = TypeVar("T")
 
@@ -86,7 +88,7 @@ class _Reader:
         check: Any = None,
         small: int = execute.INLINE,
     ) -> None:
-        self._small, self._check = small, check
+        self._check = check
         self._index, self._sources, self._adapter = index, sources, adapter
         self._sliced = functools.lru_cache(_SLICED)(index.__getitem__)
         self._asked, self._alone = asked, asked.fallback is None
@@ -94,7 +96,7 @@ class _Reader:
         self.closed = False
         how = started(asked.options)
         # Whether a session would read any small part in the same way: at once, into host memory.
-        self._reads_small = (
+        reads_small = (
             asked.report is None
             and check is None
             and how.engine in ("auto", "pread", "mmap")
@@ -104,11 +106,12 @@ class _Reader:
             and not adapter.devices
             and adapter.assign(none := []) is none  # One of several devices splits requests.
         )
+        self._most = small if reads_small else 0
         # A map holds one range, reads that are waited for are better made side by side, and slots
         # count as overhead.
         costs = sources[0].costs if sources else Costs()
         waits = costs.concurrency is not None or Ledger(how).most < 2 * costs.span
-        self._reads_parts = self._reads_small and how.engine != "mmap" and not waits
+        self._reads_parts = reads_small and how.engine != "mmap" and not waits
         # With a timeout, what the page cache holds is read at once, since that never waits.
         self._never_waits = how.timeout is not None
         self._threads = how.threads or min(share_of_cores(), _THREADS)
@@ -123,7 +126,8 @@ class _Reader:
         if how.engine == "mmap":
             from mfload.io import mapped  # Late: most do without it.
 
-            self._reads_small &= all(source.file is not None for source in sources)
+            if any(source.file is None for source in sources):
+                self._most = 0
             # A write to an array must not reach those of other requests.
             self._map = mapped.shared_maps() if adapter.readonly_maps else mapped.map_range
         for source in sources:
@@ -140,95 +144,79 @@ class _Reader:
 
     def read(self, row: TensorInfo) -> Any:
         """One tensor, by its row."""
-        nbytes = row.pieces[0].nbytes  # All of it, if it is small.
-        if self._reads_small and self._is_small(row, nbytes):
-            made = self._read_small(row, row.shape, ((0,), nbytes))
-            if made is not None:
-                return made
-        return self.load([Request(row, row.dtype)])[0]
+        made = self._at_once(row, row.shape, (0,), row.pieces[0].nbytes)
+        return self.load([Request(row, row.dtype)])[0] if made is None else made
 
     def read_part(self, row: TensorInfo, index: Any) -> Any:
         """The part of a tensor that an index takes (see `TensorSlice`)."""
         self._opened()
-        found = one_range(row, index) if self._reads_small else None
-        if found is not None:
-            start, shape = found
-            nbytes = math.prod(shape) * row.dtype.nbytes
-            if self._is_small(row, nbytes):
-                made = self._read_small(row, shape, ((start,), nbytes))
+        if (found := runs(row, index)) is not None:
+            starts, nbytes, shape = found
+            if len(starts) == 1 or (self._reads_parts and len(starts) <= _FEW_ROWS):
+                made = self._at_once(row, shape, starts, nbytes)
                 if made is not None:
                     return made
         with errors.about(file=self.file_of(row)):
             selection = select(row, index)
-        array = self._read_request(Request(row, row.dtype, selection))
+        request = Request(row, row.dtype, selection)
+        made = self._at_once(row, request.shape, request, request.nbytes)
+        array = self.load([request])[0] if made is None else made
         if selection is not None and selection.leads:
             return self._adapter.with_first(array, selection.leads)
         return array
 
-    def _read_request(self, request: Request) -> Any:
-        row = request.info
-        if self._reads_parts and self._is_small(row, request.nbytes):
-            rows = whole_rows(request)
-            part = request if rows is None or len(rows[0]) > _FEW_ROWS else rows
-            at_once = self._never_waits or part is rows
-            if not at_once:
-                source = self._sources[row.pieces[0].source]
-                wanted = [(source, min(extents.span(request), source.size))]
-                (leg,) = route.choose(wanted, *self._route)
-                at_once = not (leg.direct or leg.cold)
-            made = self._read_small(row, request.shape, part) if at_once else None
-            if made is not None:
-                return made
-        return self.load([request])[0]
-
-    def _is_small(self, row: TensorInfo, nbytes: int) -> bool:
-        """Whether so many bytes of a tensor may be read at once, past plan and session."""
-        _, dtype, shape, pieces = row
-        small = 0 < nbytes <= self._small and dtype.nbytes > 0 and len(shape) <= MAX_RANK
-        return small and len(pieces) == 1 and pieces[0].stored is None
-
-    def _read_small(
-        self, row: TensorInfo, shape: tuple[int, ...], part: tuple[Sequence[int], int] | Request
+    def _at_once(
+        self,
+        row: TensorInfo,
+        shape: tuple[int, ...],
+        part: Sequence[int] | Request,
+        nbytes: int,
     ) -> Any:
-        """A part of a tensor of some shape: a request, or ranges by where they begin, and bytes.
+        """A small part of a tensor, read past plan and session, which take longer than to read it.
 
-        Past plan and session, which take longer than to read it. None if it must not wait, and the
-        read would.
+        `part` is a request, or the first bytes of ranges of `nbytes` each. None if a session would
+        read it in another way, or if it must not wait, and the read would.
         """
-        adapter, (name, dtype, _, pieces) = self._adapter, row
-        source = self._sources[pieces[0].source]
+        name, dtype, every, pieces = row
+        number, offset, _, stored = pieces[0]
+        known = dtype.nbytes > 0 and len(every) <= MAX_RANK
+        total = nbytes if isinstance(part, Request) else nbytes * len(part)
+        if not 0 < total <= self._most or stored is not None or len(pieces) > 1 or not known:
+            return None
+        adapter, source = self._adapter, self._sources[number]
         try:
-            if isinstance(part, Request):
-                memory, at = buffers.small(part.nbytes, adapter.alignment), 0
+            if not isinstance(part, Request):
+                memory, at = self._land(source, dtype, offset, part, nbytes)
+            elif self._reads_parts and self._is_warm(number, part):
+                memory, at = buffers.small(nbytes, adapter.alignment), 0
                 self._land_part(source, part, memory)
             else:
-                memory, at = self._land(source, row, *part)
+                return None
             source.check()
         except BlockingIOError:
             return None
         except (OSError, MemoryError, errors.MfloadError) as error:
             memory = None
             let_go(error)
-            raise execute.named(error, source.name, row.name)  # noqa: B904 - it has its cause
+            raise execute.named(error, source.name, name)  # noqa: B904 - it has its cause
         view: View = _new(View, (name, dtype, shape, memory, at, ()))
         how = adapter.forms[dtype.name].how
         return adapter.wrap([view.as_bytes() if how == "bytes" else view])[0]
 
     def _land(
-        self, source: Source, row: TensorInfo, starts: Sequence[int], nbytes: int
+        self, source: Source, dtype: DType, offset: int, starts: Sequence[int], nbytes: int
     ) -> tuple[Any, int]:
         """Memory that holds ranges of a tensor, and where in it they begin."""
-        first, alignment = row.pieces[0].offset + starts[0], self._adapter.alignment
+        first, alignment, count = offset + starts[0], self._adapter.alignment, len(starts)
         map_range = self._map  # None after another thread has closed the checkpoint.
-        if map_range is not None:
-            align = alignment or max(1, row.dtype.nbytes // row.dtype.elements)
+        if map_range is not None and count == 1:
+            align = alignment or max(1, dtype.nbytes // dtype.elements)
             # As in a plan, what is not aligned in the file is read.
             if first % align == 0:
                 if self._never_waits:  # Pages that are there are mapped at once.
                     AtOnce(source).read([buffers.small(nbytes, None)], first)
                 return map_range(source, first, nbytes)
         # NumPy's memory, which is not counted: to map a buffer takes longer than to read.
-        count = len(starts)
         memory = buffers.small(nbytes * count, alignment)
         handle = AtOnce(source) if self._never_waits else source.open()
         try:
@@ -236,10 +224,18 @@ class _Reader:
                 handle.read([memory], first)
             else:
                 for start, part in zip(starts, memory.reshape(count, nbytes), strict=True):
-                    handle.read([part], first + start - starts[0])
+                    handle.read([part], offset + start)
         finally:
             handle.close()
         return memory, 0
+
+    def _is_warm(self, number: int, request: Request) -> bool:
+        """Whether a part of a tensor is read through the page cache, which holds most of it."""
+        if self._never_waits or (span := extents.span(request)) < route.SMALL:
+            return True
+        source = self._sources[number]
+        (leg,) = route.choose([(source, min(span, source.size))], *self._route)
+        return not (leg.direct or leg.cold)
 
     def _land_part(self, source: Source, request: Request, memory: Any) -> int:
         """Reads what a request takes of a tensor; returns the bytes that it reads for that."""
@@ -261,7 +257,7 @@ class _Reader:
             reader.close()
         return sum(block.nbytes for block in blocks)
 
-    def fill(self, request: Request, memory: Any) -> tuple[route.Leg, int, list[Span]] | None:
+    def fill(self, request: Request, memory: Any) -> tuple[route.Leg, int, Sequence[Span]] | None:
         """Reads a part into memory of the caller, past plan and session.
 
         Returns the route, the bytes read, and what threads beside this one used. None, and nothing
@@ -272,32 +268,35 @@ class _Reader:
         if not (self._reads_parts and len(info.pieces) == 1 and stored is None):
             return None
         on_host = isinstance(memory, np.ndarray)
-        most = self._small if self._never_waits else _FILLED
+        most = self._most if self._never_waits else _FILLED
         if dtype is not info.dtype or not (on_host and 0 < memory.nbytes <= most):
             return None
         apart = False
         if selection is not None:
             start, nbytes = extents.contiguous(request), request.nbytes
             apart, at = start is None, at if start is None else start
-        opened, used = self._sources[source], list[Span]()
+        opened, used = self._sources[source], _NO_SPANS
         if opened.file is None or nbytes != memory.nbytes:
             return None
         try:
-            leg = self._legs.get(source)
+            leg, ahead = self._legs.get(source), range(0)
             if leg is None:
                 # It stands for what else is read of the file, so small reads ask, too.
                 wanted = [(opened, max(nbytes, route.SMALL))]
                 choose = functools.partial(route.choose, wanted, *self._route)
                 (leg,) = started(self._asked.options).deadline.bound(choose, "opening the files")
                 self._legs[source] = leg  # To ask again takes as long as to read 2 MB.
-            # Rows that lie apart: together the processes of a machine read all of a tensor.
-            ahead, together = range(0), self._shared and info.nbytes <= _FILLED
-            through = nbytes < route.SMALL or together or not apart
-            if leg.direct or (leg.cold and (self._never_waits or not through)):
+            if leg.direct:
                 return None
-            if leg.cold and (together or not apart):
-                part = (info.pieces[0].offset, info.nbytes) if apart else (at, nbytes)
-                ahead = self._ahead(source, *part)
+            if leg.cold:
+                # Rows that lie apart: together the processes of a machine read all of a tensor.
+                together = self._shared and info.nbytes <= _FILLED
+                through = nbytes < route.SMALL or together or not apart
+                if self._never_waits or not through:
+                    return None
+                if together or not apart:
+                    part = (info.pieces[0].offset, info.nbytes) if apart else (at, nbytes)
+                    ahead = self._ahead(source, *part)
             if apart:
                 if ahead:
                     with opened.open() as handle:
@@ -330,15 +329,15 @@ class _Reader:
         self._fetched[source] = read + nbytes, end, max(fetched, stop)
         return range(max(fetched, at), stop, FETCHED)
 
-    def _read_whole(self, source: Source, at: int, memory: Any, ahead: range) -> list[Span]:
+    def _read_whole(self, source: Source, at: int, memory: Any, ahead: range) -> Sequence[Span]:
         """Reads a range, a large one in several threads, and has the kernel fetch what is ahead.
 
         The pages of new memory take longer to make than their bytes to copy. Returns what other
         threads used.
         """
-        count = min(self._threads, memory.nbytes // _PART)
+        count = min(self._threads, memory.nbytes // _PART) if memory.nbytes > _PART else 1
         if count <= 1:
-            handle = source.open()
+            handle = AtOnce(source) if self._never_waits else source.open()
             try:
                 if ahead:
                     fetch(handle.fd, ahead)
@@ -346,14 +345,14 @@ class _Reader:
                 handle.read([memory], at)
             finally:
                 handle.close()
-            return []
+            return _NO_SPANS
         size, caller = -(-memory.nbytes // count), get_ident()
         used: list[Span] = []
 
         def read(number: int) -> None:
             before = None if get_ident() == caller else usage(thread=True)
             part = memory[number * size : (number + 1) * size]
-            with AtOnce(source) if self._never_waits else source.open() as handle:
+            with source.open() as handle:
                 fetch(handle.fd, ahead[number::count])
                 buffers.populate(part)
                 handle.read([part], at + number * size)

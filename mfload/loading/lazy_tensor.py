@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class LazyTensor:
     """
 
     __slots__ = (
-        "_file", "_like", "_opened", "_packed", "_report", "_request",
+        "_file", "_form", "_opened", "_packed", "_report", "_request",
         "adapter", "dtype", "name", "shape",
     )  # fmt: skip
 
@@ -46,15 +47,16 @@ class LazyTensor:
         opened: LazyCheckpoint[Any],
         file: str,
         request: Request,
-        like: Any,
+        form: tuple[Any, bool],
         adapter: Adapter,
         report: Report | None,
     ) -> None:
         self._opened, self._file, self._request, self._report = opened, file, request, report
-        self.name, self.dtype, self.adapter = request.info.name, like.dtype, adapter
-        row, self._like = request.dtype, like
-        self._packed = tuple(like.shape) != (row.elements,)
-        self.shape = row.storage_shape(request.shape) if self._packed else request.shape
+        info, row, selection, *_ = request
+        self.name, self.adapter, self._form = info.name, adapter, form
+        self.dtype, self._packed = form
+        shape = info.shape if selection is None else selection.shape
+        self.shape = row.storage_shape(shape) if self._packed else shape
 
     @property
     def simple(self) -> bool:
@@ -130,7 +132,7 @@ class LazyTensor:
         return self._of(request._replace(info=TensorInfo(info.name, dtype, shape, (piece,))))
 
     def _of(self, request: Request) -> LazyTensor:
-        given = self._opened, self._file, request, self._like, self.adapter, self._report
+        given = self._opened, self._file, request, self._form, self.adapter, self._report
         return LazyTensor(*given)
 
     def _check_open(self) -> None:
@@ -183,14 +185,14 @@ class LazyTensor:
 
     def _count(
         self,
-        filled: tuple[Leg, int, list[Span]],
+        filled: tuple[Leg, int, Sequence[Span]],
         nbytes: int,
         seconds: float,
         before: Usage,
     ) -> None:
         """Adds what was filled to the report, in a part of the time that `Report.add` takes."""
         (leg, read, used), report = filled, self._report
-        used.append((before, usage(thread=True)))
+        used = (*used, (before, usage(thread=True)))
         assert report is not None
         with counting:
             report.framework = self.adapter.name
@@ -223,8 +225,9 @@ class LazyTensor:
         return f"<{self.name}: {self._request.dtype} {list(self.shape)}, not read>"
 
 
-def like(adapter: Adapter, dtype: DType) -> Any:
-    """A smallest array of those that an adapter makes of a dtype."""
+def form(adapter: Adapter, dtype: DType) -> tuple[Any, bool]:
+    """The dtype of arrays that an adapter makes of a dtype, and whether an item is no element."""
     view = View("", dtype, (dtype.elements,), np.zeros(64, np.uint8), 0)
     how = adapter.forms[dtype.name].how
-    return adapter.wrap([view.as_bytes() if how == "bytes" else view])[0]
+    array = adapter.wrap([view.as_bytes() if how == "bytes" else view])[0]
+    return array.dtype, tuple(array.shape) != view.shape

@@ -159,9 +159,7 @@ class Loader:
             from mfload.cuda import memory as device_memory
             from mfload.timeline import Recorder
 
-            recorder = Recorder([source.name for source in self.sources])
-
-            before = usage()
+            recorder, before = Recorder([source.name for source in self.sources]), usage()
             buffers.peak_bytes(reset=True)
             device_memory.peak_bytes(reset=True)
             held = buffers.live_bytes()
@@ -196,9 +194,8 @@ class Loader:
             if report is not None and recorder is not None:
                 _describe_failed(report, recorder, before)
             if isinstance(error, MemoryError) and not isinstance(error, errors.MfloadError):
-                raise errors.MemoryLimitError(
-                    "the system refused memory", found=str(error) or None
-                ) from error
+                found = str(error) or None
+                raise errors.MemoryLimitError("the system refused memory", found=found) from error
             raise
         if report is not None:
             _describe(report, session, filled, stages)

@@ -368,21 +368,20 @@ def lazily(
         expected = "one device, or lazy=False"
         raise errors.UsageError("lazy tensors are for one device", expected=expected)
     check(requests, index, counts_items=adapter.counts_items)
-    kinds: dict[str, Any] = {}
+    forms: dict[str, tuple[Any, bool]] = {}
     advances = [getattr(source, "advance", None) for source in sources]
 
     def rows() -> Generator[tuple[str, Any]]:
         make, files, lazy = adapter.lazy(), index.files, lazy_tensor.LazyTensor
         for request in requests:
             info, dtype, *_ = request
-            kind = dtype.name
-            if kind not in kinds:
-                kinds[kind] = lazy_tensor.like(adapter, dtype)
+            form = forms.get(dtype.name)
+            if form is None:
+                form = forms[dtype.name] = lazy_tensor.form(adapter, dtype)
             source, offset, *_ = info.pieces[0]
             if (advance := advances[source]) is not None:
                 advance(offset)
-            given = opened, files[source], request, kinds[kind], adapter, report
-            yield info.name, make(lazy(*given))
+            yield info.name, make(lazy(opened, files[source], request, form, adapter, report))
 
     return Stream(rows(), close=opened.close, names=names(requests))
 

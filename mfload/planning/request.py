@@ -6,7 +6,6 @@ A whole tensor is a `Request` without a selection. A slice such as `w[..., 8:16]
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
@@ -177,25 +176,6 @@ class Allocation(NamedTuple):
 
 HOST = Allocation(None, "mfload", copied=False)
 """mfload's buffers in host memory, which the arrays alias."""
-
-
-def whole_rows(request: Request) -> tuple[Sequence[int], int] | None:
-    """Where rows of the first dim begin in the tensor, and the bytes of one.
-
-    None if a request takes anything but such rows, or all of them as they lie.
-    """
-    info, dtype, selection, *_ = request
-    if not selection or dtype.elements > 1:
-        return None
-    first, *rest = selection
-    for axis, length in zip(rest, info.shape[1:], strict=True):
-        if axis.size != length or axis.step != 1 or axis.drop or axis.picks is not None:
-            return None
-    nbytes = math.prod(info.shape[1:]) * dtype.nbytes
-    if first.picks is not None:
-        return [number * nbytes for number in first.picks], nbytes
-    start, step = first.start * nbytes, first.step * nbytes
-    return range(start, start + first.size * step, step) if step else [start], nbytes
 
 
 def box_of(request: Request) -> Box:

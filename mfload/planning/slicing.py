@@ -120,41 +120,52 @@ def composed(info: TensorInfo, outer: Selection | None, inner: Selection) -> Sel
     return _unless_whole(info, inner.shape, made)
 
 
-def one_range(info: TensorInfo, index: Any) -> tuple[int, tuple[int, ...]] | None:
-    """The first byte, in the tensor, and the shape of what an index takes, if it lies in one range.
+def runs(info: TensorInfo, index: Any) -> tuple[Sequence[int], int, tuple[int, ...]] | None:
+    """Where in a tensor what an index takes begins, the bytes of each run, and the shape of all.
 
-    Integers and slices are looked at alone, since a row of a small tensor is read in less time than
-    a `Selection` takes to make. None: `select` says what the index means, or refuses it.
+    One run, or rows of the first dim that lie apart: these are read in less time than a `Selection`
+    takes to make. None: `select` says what the index means, or refuses it.
     """
     _, dtype, shape, _ = info
     if type(index) is int and shape and dtype.elements == 1 and -shape[0] <= index < shape[0]:
-        rest = shape[1:]
-        return index % shape[0] * math.prod(rest) * dtype.nbytes, rest
+        nbytes = math.prod(shape[1:]) * dtype.nbytes
+        return (index % shape[0] * nbytes,), nbytes, shape[1:]
     items: tuple[Any, ...] = index if isinstance(index, tuple) else (index,)
     if items and items[-1] is Ellipsis:
         items = items[:-1]
     if len(items) > len(shape) or dtype.elements > 1:
         return None
     start, several = 0, False  # `several`: more than one was taken of a dim before.
+    rows: Sequence[int] = ()
     taken: tuple[int, ...] = ()
     try:
-        for item, length in zip(items, shape, strict=False):
+        for dim, (item, length) in enumerate(zip(items, shape, strict=False)):
+            step, picks = 1, None
             if type(item) is slice:
                 first, stop, step = item.indices(length)
-                size = stop - first
+                size = stop - first if step == 1 else len(range(first, stop, step))
                 taken += (size,)
-                if step != 1 or size <= 0:
-                    return None
-            else:
+            elif type(item) is int or dim or not _is_list(item):
                 first, size = _number(item, length), 1
-            if several and size != length:
+            else:
+                first, size, step, _, picks = _axis(item, length)
+                taken += (size,)
+            if size <= 0 or (several and size != length):
                 return None
+            if size > 1 and (step != 1 or picks):
+                if dim:
+                    return None
+                rows, first = picks or range(first, first + size * step, step), 0
             start = start * length + first
             several = several or size > 1
     except (TypeError, ValueError, IndexError):
         return None
-    rest = shape[len(items) :]
-    return start * math.prod(rest) * dtype.nbytes, taken + rest
+    nbytes = math.prod(shape[len(items) :]) * dtype.nbytes
+    shape = *taken, *shape[len(items) :]
+    if not rows:
+        return (start * nbytes,), math.prod(shape) * dtype.nbytes, shape
+    nbytes = math.prod(shape[1:]) * dtype.nbytes
+    return [number * nbytes for number in rows], nbytes, shape
 
 
 def boxed(info: TensorInfo, box: Box) -> Selection | None:

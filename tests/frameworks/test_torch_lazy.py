@@ -541,6 +541,25 @@ def test_threads_count_what_they_used_themselves(tmp_path: Path) -> None:
     assert 0 < report.page_faults <= faults + 1000
 
 
+def test_with_a_timeout_a_small_copy_waits_for_no_disk(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the page cache lacks is read where the timeout holds."""
+    how, real = set[tuple[int, ...]](), os.preadv
+
+    def preadv(fd: int, vector: Any, offset: int, *flags: int) -> int:
+        how.add(flags)
+        return real(fd, vector, offset, *flags)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    with mfload.stream(path, "torch", lazy=True, options=mfload.Options(timeout=60)) as stream:
+        for name, lazy in stream:
+            target = torch.zeros(lazy.shape, dtype=lazy.dtype)
+            if 0 < target.nbytes <= 1 << 20:
+                assert torch.equal(target.copy_(lazy), MODEL[name])
+    assert how == {(os.RWF_NOWAIT,)}
+
+
 @pytest.fixture
 def long(tmp_path: Path) -> tuple[Path, torch.Tensor]:
     whole = torch.arange((9 << 20) + 1, dtype=torch.int32).view(torch.uint8)[3:]

@@ -30,7 +30,7 @@ from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
 from mfload.loading.session import Loader
-from mfload.planning.slicing import one_range
+from mfload.planning.slicing import runs
 from mfload.sources import local
 
 MODEL = samples.model()
@@ -481,25 +481,31 @@ def test_what_is_not_aligned_in_the_file_is_not_mapped(tmp_path: Path) -> None:
 
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_lies_in_one_range_is_found(data: Any) -> None:
+def test_what_lies_in_runs_is_found(data: Any) -> None:
     shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5))
     index = data.draw(hnp.basic_indices(shape, allow_ellipsis=True))
+    if shape and shape[0] and data.draw(st.integers(0, 3)) == 0:
+        numbers = data.draw(st.lists(st.integers(-shape[0], shape[0] - 1), max_size=4))
+        rest = data.draw(hnp.basic_indices(shape[1:], allow_ellipsis=True))
+        index = (numbers, *(rest if isinstance(rest, tuple) else (rest,)))
     array = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
     dtype = dtypes.TABLE["F32"]
     info = TensorInfo("a", dtype, shape, (Piece(0, 0, array.nbytes),))
-    found = one_range(info, index)
-    taken = np.asarray(array[index])
+    found = runs(info, index)
+    items = index if isinstance(index, tuple) else (index,)
+    taken = np.asarray(array[tuple(np.array(n, int) if type(n) is list else n for n in items)])
+    flat = taken.reshape(-1)
     if found is None:
         # Nothing, or no range; or an Ellipsis before others, which `select` is to read.
-        steps = any(isinstance(each, slice) and each.step not in (None, 1)
-                    for each in (index if isinstance(index, tuple) else (index,)))  # fmt: skip
-        ahead = isinstance(index, tuple) and ... in index[:-1]
-        flat = taken.reshape(-1)
-        assert steps or ahead or not taken.size or np.any(np.diff(flat) != 1)
+        steps = any(isinstance(each, slice) and each.step not in (None, 1) for each in items)
+        listed = any(isinstance(each, list) for each in items)
+        ahead = ... in [each for each in items[:-1] if each is ...]
+        assert steps or listed or ahead or not taken.size or np.any(np.diff(flat) != 1)
     else:
-        start, result = found
+        starts, nbytes, result = found
         assert result == taken.shape
-        assert array.tobytes()[start:][: taken.nbytes] == taken.tobytes()
+        held = b"".join(array.tobytes()[start:][:nbytes] for start in starts)
+        assert held == taken.tobytes()
 
 
 @given(st.data())
