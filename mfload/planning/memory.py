@@ -70,9 +70,21 @@ class Ledger:
         """Bytes of each of so many slots of whole pages, less those that are held beside it."""
         return self.most // count // _PAGE * _PAGE - beside
 
-    def readers(self, held: int, most: int) -> int:
-        """The number of readers, `most` at most, that may hold so many bytes each; 1 at least."""
-        return max(1, min(most, self.most // held)) if held else most
+    def readers(self, held: int, asked: int | None, usual: int, *, fewer: bool = False) -> int:
+        """The number of readers that hold so many bytes each, as far as a given limit allows.
+
+        The page at each end of a slot, 16 KiB a reader at most, is not counted. Raises UsageError
+        if there is no room for one, or for as many as are asked for. With `fewer` the default
+        limits them, too, fewer come than are asked for, and one may hold more than the limit.
+        """
+        count = asked or usual
+        if (self.given is None and not fewer) or not held:
+            return count
+        if asked is None or fewer:
+            count = max(1, min(count, self.most // held))
+        if count * held > self.most and not fewer:
+            raise self.too_small(count * held)
+        return count
 
     def split(self, floor: int = 0) -> tuple[int, int]:
         """Bytes for readers, at least `floor`, and for what waits until it is put in order."""
