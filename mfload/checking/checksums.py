@@ -299,7 +299,7 @@ class ManifestCheck:
         hasher, sources = Hasher(tensors), self._sources
         pieces = [piece for info in tensors for piece in info.pieces]
         stored = [piece for piece in pieces if piece.stored is None or piece.stored.inline is None]
-        # Two blocks for each thread, as `scanning.readers` counts.
+        # Two blocks for each thread, as `lots.raw` counts.
         most = Ledger(options).slot(2 * (options.threads or 1))
         size = max(_PAGE, min(scanning.BLOCK, most))
         rows = lots.joined(stored, scanning.gap(sources), size)

@@ -21,7 +21,6 @@ from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
 from mfload.checking.copying import Copier
 from mfload.checking.manifest import Manifest
-from mfload.checking.scan import readers
 from mfload.checking.sealing import Seal
 from mfload.checking.verify import verify
 from mfload.formats import base, checkpoint, discovery, safetensors, structure
@@ -30,6 +29,7 @@ from mfload.index import Index
 from mfload.loading import session
 from mfload.options import LoadOptions, Options, started
 from mfload.planning import selection
+from mfload.planning.memory import Ledger
 from mfload.planning.request import Request
 from mfload.planning.selection import Dtypes, Names
 from mfload.progress import Progress, shown
@@ -121,7 +121,8 @@ class _Rewrite:
             self._check_dtypes()
         in_files &= target is None or self.place.place.whole
         self.layouts = self._layouts(each_file=in_files)
-        readers(how, 2 * min(BLOCK, max((made.size for made in self.layouts), default=0)))
+        block = min(BLOCK, max((made.size for made in self.layouts), default=0))
+        Ledger(how).readers(2 * block, how.threads, 1)  # Raises if there is no room for them.
         self.loaded = [row for row in self.rows if not row.simple and row.nbytes]
         session.check([Request(copying.info_of(row), row.dtype) for row in self.loaded], self.index)
 

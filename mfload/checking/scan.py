@@ -57,31 +57,12 @@ def scan(
     direct = any(leg.direct for leg in route.values())
     concurrency = sources[0].costs.concurrency if sources else None
     usual = execute.reader_threads(direct, concurrency=concurrency)
-    if shrinks:
-        threads = Ledger(options).readers(held, options.threads or usual)
-    else:
-        threads = readers(options, held, usual)
+    threads = Ledger(options).readers(held, options.threads, usual, fewer=shrinks)
     made: Any = tuple(lots)
     plan = Plan((), (), made, 0)
     given = plan, [], sources, route, threads, options.deadline, advance
     notes, _ = execute.Transfer(*given, place=place).run()
     return notes
-
-
-def readers(options: LoadOptions, held: int, usual: int = 1) -> int:
-    """The number of threads that hold so many bytes each, within `max_host_overhead`.
-
-    The page at each end of a slot, 16 KiB a thread at most, is not counted.
-    Raises UsageError if there is no room for one, or for as many as are asked for.
-    """
-    ledger, count = Ledger(options), options.threads or usual
-    if ledger.given is None:
-        return count
-    if options.threads is None:
-        count = ledger.readers(held, count)
-    if count * held > ledger.given:
-        raise ledger.too_small(count * held)
-    return count
 
 
 def scan_ranges(

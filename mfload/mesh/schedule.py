@@ -550,7 +550,7 @@ def batches(requests: Requests, limit: float) -> list[dict[int, list[int]]]:
         return nbytes
 
     made: list[dict[int, list[int]]] = []
-    for group in [*grouped(base.targets(requests), limit, held)] or [[]]:
+    for group in [*grouped(base.targets(requests), dict.fromkeys(requests, limit), held)] or [[]]:
         made.append({rank: [] for rank in requests})
         for tensor in group:
             for part in tensor.parts:

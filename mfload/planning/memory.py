@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter, is_not
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from mfload import errors
 from mfload.options import OVERHEAD, LoadOptions
@@ -70,9 +70,21 @@ class Ledger:
         """Bytes of each of so many slots of whole pages, less those that are held beside it."""
         return self.most // count // _PAGE * _PAGE - beside
 
-    def readers(self, held: int, most: int) -> int:
-        """The number of readers, `most` at most, that may hold so many bytes each; 1 at least."""
-        return max(1, min(most, self.most // held)) if held else most
+    def readers(self, held: int, asked: int | None, usual: int, *, fewer: bool = False) -> int:
+        """The number of readers that hold so many bytes each, as far as a given limit allows.
+
+        The page at each end of a slot, 16 KiB a reader at most, is not counted. Raises UsageError
+        if there is no room for one, or for as many as are asked for. With `fewer` the default
+        limits them, too, fewer come than are asked for, and one may hold more than the limit.
+        """
+        count = asked or usual
+        if (self.given is None and not fewer) or not held:
+            return count
+        if asked is None or fewer:
+            count = max(1, min(count, self.most // held))
+        if count * held > self.most and not fewer:
+            raise self.too_small(count * held)
+        return count
 
     def split(self, floor: int = 0) -> tuple[int, int]:
         """Bytes for readers, at least `floor`, and for what waits until it is put in order."""
@@ -263,38 +275,35 @@ def batches(
 
 def grouped(
     items: Iterable[T],
-    limit: float | dict[Any, int],
-    nbytes: Callable[[T], int] | Callable[[T], dict[Any, int]],
+    limit: float | Mapping[Any, float],
+    nbytes: Callable[[T], int] | Callable[[T], Mapping[Any, int]],
 ) -> Iterator[list[T]]:
     """Groups of up to `limit` bytes, in order; a larger item exceeds it alone.
 
-    Where bytes are held in several places, `nbytes` counts those in each: no place holds more than
-    the limit, which may be one for each.
+    Of several places, each has a limit, and `nbytes` says how much of each an item takes.
     """
     group: list[T] = []
-    held: Any = 0
+    each, held = isinstance(limit, Mapping), cast("Any", 0)
     for item in items:
         more: Any = nbytes(item)
-        apart = isinstance(more, dict)
-        if group and (_exceeds(held, more, limit) if apart else held + more > limit):
+        if group and (_exceeds(held, more, limit) if each else held + more > limit):
             yield group
-            group = []
-        if not apart:
-            held = held + more if group else more
-        elif group:
-            held |= {place: held.get(place, 0) + n for place, n in more.items()}
-        else:
-            held = {**more}
+            group, held = [], 0
         group.append(item)
+        if not each:
+            held += more  # Streams of small tensors take 3 us for each.
+        elif not held:
+            held = {**more}
+        else:
+            held |= {place: held.get(place, 0) + n for place, n in more.items()}
     if group:
         yield group
 
 
-def _exceeds(held: dict[Any, int], more: dict[Any, int], limit: Any) -> bool:
-    """Whether what is held in a place, and what would be added there, exceed the limit."""
+def _exceeds(held: Any, more: Any, limit: Any) -> bool:
+    """Whether what is held in a place, and what would be added there, exceed its limit."""
     for place, nbytes in more.items():
-        most = limit[place] if isinstance(limit, dict) else limit
-        if (before := held.get(place)) and before + nbytes > most:
+        if held and (before := held.get(place)) and before + nbytes > limit[place]:
             return True
     return False
 

@@ -6,7 +6,7 @@ The same on every process, as all must load the same parts together.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -77,7 +77,7 @@ def batches(
     A part that can't be cut finely enough makes a batch of its own, beyond the limit.
     """
     items = (item for owner, whole in leaves for item in _items(owner, whole, limit))
-    return grouped(items, limit, lambda item: _cost(item.parts))
+    return grouped(items, defaultdict(lambda: limit), lambda item: _cost(item.parts))
 
 
 def most(parts: Iterable[LeafPart]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+from typing import Any
 
 import pytest
 from hypothesis import given, strategies as st
@@ -58,16 +59,24 @@ def test_slots_and_readers_keep_within_the_limit(limit: int, count: int, held: i
     ledger = Ledger(LoadOptions(max_host_overhead=limit))
     assert 0 <= ledger.slot(count) * count <= limit
     assert ledger.slot(count, 100) == ledger.slot(count) - 100
-    readers = ledger.readers(held, count)
+    readers = ledger.readers(held, None, count, fewer=True)
     assert 1 <= readers <= count
     assert readers == 1 or readers * held <= limit
+    assert ledger.readers(held, count, 1, fewer=True) == readers
+    for asked in (None, count):
+        if held * (asked or 1) <= limit:
+            assert ledger.readers(held, asked, count) == (asked or readers)
+        else:
+            with pytest.raises(errors.UsageError, match="too small"):
+                ledger.readers(held, asked, count)
     assert ledger.share(3, 100) == min(100, limit // 3)
 
 
 def test_a_limit_that_was_not_given_refuses_nothing() -> None:
     for device, name in ((False, "max_host_overhead"), (True, "max_device_overhead")):
         Ledger(LoadOptions(), device=device).check(1 << 60, "too much")
-        ledger = Ledger(LoadOptions(**{name: "1KiB"}), device=device)
+        given: Any = {name: "1KiB"}
+        ledger = Ledger(LoadOptions(**given), device=device)
         ledger.check(1024, "just enough")
         with pytest.raises(errors.MemoryLimitError, match="too much") as caught:
             ledger.check(1025, "too much", "a", f"{name} of {{}} or more")
