@@ -972,14 +972,13 @@ def save(
             seal = Seal.of(checksums)
         return *outline.by_name(arrays, metadata), seal
 
-    given: dict[str, Any] = {"align": align, "overwrite": overwrite, "timeout": timeout}
-    given |= {"max_shard_size": max_shard_size, "progress": progress}
+    wishes = saving.SaveWishes(path, align, max_shard_size, overwrite, progress, timeout)
     if ranks := outline.processes(arrays):
         from mfload.saving import together
 
-        begin = partial(together.begin, prepare, path, ranks, **given)
+        begin = partial(together.begin, prepare, wishes, ranks)
     else:
-        begin = partial(saving.begin, prepare, path, **given)
+        begin = partial(saving.begin, prepare, wishes)
     return begin()() if pending is None else pending.start(begin)
 
 

@@ -510,10 +510,13 @@ def _chosen(
         raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
     if writes:
         target = manifests.text_path(given)
-        replaced = manifests.older(**_searched(seen)) if manifest is None else []
+        found, replaced = seen.found, list[str]()
+        if manifest is None:
+            of = found.names, found.index_file
+            replaced = manifests.older(*of, whole=found.whole, tensors=lambda: seen.tensors)
         for each in replaced:
             manifest_files.check_target(each, overwrite=overwrite)
-        names = manifests.relative_names(seen.found.names, seen.found.index_file)
+        names = manifests.relative_names(found.names, found.index_file)
         manifests.check_beside(target, names.values(), overwrite=overwrite)
         seen.notes += notes
         return _Chosen(target=target, replaced=replaced)
@@ -534,30 +537,20 @@ def _chosen(
     return _Chosen(known, read_from=read_from, beside=beside)
 
 
-def _searched(seen: Headers) -> dict[str, Any]:
-    """Arguments of `manifest.find` for a checkpoint."""
-    found = seen.found
-    return {
-        "files": found.names,
-        "index": found.index_file,
-        "whole": found.whole,
-        "tensors": lambda: seen.tensors,
-    }
-
-
 def _manifest_beside(seen: Headers, *, written: bool) -> tuple[Any, list[str]]:
     """The manifest of a checkpoint, or its place, and notes.
 
     None if no file can lie beside the checkpoint.
     """
-    known = (each for each in seen.found.files if not isinstance(each, str))
+    found = seen.found
+    known = (each for each in found.files if not isinstance(each, str))
     files = [each for each in known if each.file is None]
     near = files[0].beside if files else None
+    of: Any = {"files": found.names, "index": found.index_file, "whole": found.whole}
     try:
         if not written:
-            return manifests.find(**_searched(seen), near=near)
-        found = seen.found
-        path = manifests.beside(found.names, found.index_file, whole=found.whole)
+            return manifests.find(**of, tensors=lambda: seen.tensors, near=near)
+        path = manifests.beside(**of)
         return path if near is None else near(os.path.basename(path)), []
     except (errors.UsageError, errors.SourceNotFoundError):
         return None, []

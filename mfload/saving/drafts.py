@@ -135,7 +135,8 @@ class Draft:
         """Opens what an earlier writer left, unless it has another name too, or another size."""
         try:
             self._file = opened(self.hidden, flags | os.O_NOFOLLOW)
-            if can_go_on(os.fstat(self._fd), self.size):
+            found = os.fstat(self._fd)
+            if is_ours(found) and found.st_nlink == 1 and found.st_size == self.size:
                 self.named = self.resumed = True
                 return
             if lock(self._fd) is not False:
@@ -368,11 +369,6 @@ def written(
         yield draft
     finally:
         draft.discard()
-
-
-def can_go_on(found: os.stat_result, size: int) -> bool:
-    """Whether a writer can continue a lasting draft: it is its own, and of the full size."""
-    return is_ours(found) and found.st_nlink == 1 and found.st_size == size
 
 
 def is_ours(found: os.stat_result) -> bool:

@@ -21,7 +21,8 @@ import hashlib
 import os
 import re
 import stat
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from mfload import errors, sources
 from mfload.formats import discovery, strict_json
@@ -119,7 +120,7 @@ def lying(directory: str, names: Collection[str], index: str | None = None) -> l
     several |= {n for n in _listed(directory) if _LIST.fullmatch(n)}
     found: list[str] = []
     for name in sorted(new | old | several):
-        if not _is_file(os.path.join(directory, name)):
+        if not stat.S_ISREG(_mode(os.path.join(directory, name), os.stat, errors.from_target) or 0):
             continue
         own = name in new and not rivals(directory, name, [*names, index or ""])
         known = None if own else _files_of(os.path.join(directory, name))
@@ -139,22 +140,17 @@ def _listed(directory: str) -> list[str]:
 
 def is_there(path: str) -> bool:
     """Whether a manifest's name is taken; raises SourceError if that is unknown."""
-    try:
-        os.lstat(path)
-    except OSError as error:
-        if error.errno in _NOTHING:
-            return False
-        raise errors.from_os(error, path, "look at the manifest") from error
-    return True
+    return _mode(path, os.lstat, errors.from_os) is not None
 
 
-def _is_file(path: str) -> bool:
+def _mode(path: str, look: Callable[[str], os.stat_result], told: Callable[..., Any]) -> int | None:
+    """The mode of what has the name of a manifest; None if nothing has it."""
     try:
-        return stat.S_ISREG(os.stat(path).st_mode)
+        return look(path).st_mode
     except OSError as error:
         if error.errno in _NOTHING:
-            return False
-        raise errors.from_target(error, path, "look at the manifest") from error
+            return None
+        raise told(error, path, "look at the manifest") from error
 
 
 def _files_of(path: str) -> set[str] | None:

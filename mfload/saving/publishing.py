@@ -154,9 +154,6 @@ class SaveTarget:
                 with locked(place.directory) as directory:
                     old = self._look(names)
                     self._clear(directory, old.left, ours)
-                    if key and not _go_on(paths, layouts):
-                        # The journal of other drafts than those that are made now.
-                        _remove([journal.name(paths[0])])
                     self.like = Attributes.of(map(place.at, [place.name, *sorted(old.files)]))
                     try:
                         for path, name, made in zip(paths, names, layouts, strict=True):
@@ -406,18 +403,6 @@ def some_of(names: Sequence[str]) -> str:
     """The first of some names, and how many there are besides."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
-
-
-def _go_on(paths: Sequence[str], layouts: Sequence[Layout]) -> bool:
-    """Whether an earlier writer left all of these drafts."""
-    try:
-        pairs = zip(paths, layouts, strict=True)
-        return all(
-            files.can_go_on(os.lstat(path), made.size) and os.access(path, os.R_OK | os.W_OK)
-            for path, made in pairs
-        )
-    except OSError:
-        return False
 
 
 def _remove(paths: Iterable[str]) -> list[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -105,37 +105,37 @@ class Sealing(Protocol):
         ...
 
 
-def begin(
-    prepare: Prepare,
-    path: str | os.PathLike[str],
-    keep: Keep | None = None,
-    *,
-    align: int | str,
-    max_shard_size: int | str | None,
-    overwrite: bool,
-    progress: Progress,
-    timeout: float | None,
-) -> Callable[[], Saved]:
+class SaveWishes(NamedTuple):
+    """How arrays are saved: arguments of `mfload.save`, not checked yet."""
+
+    path: str | os.PathLike[str]
+    align: int | str
+    max_shard_size: int | str | None
+    overwrite: bool
+    progress: Progress
+    timeout: float | None
+
+
+def begin(prepare: Prepare, wishes: SaveWishes, keep: Keep | None = None) -> Callable[[], Saved]:
     """The first part of `mfload.save`; the function that it returns writes, in any thread.
 
     `prepare` checks arguments and returns arrays, metadata, and a seal if a manifest is wanted.
     With `keep`, the arrays may change as soon as this returns.
     """
-    start = time.perf_counter()
+    start, timeout = time.perf_counter(), wishes.timeout
     deadline = None if timeout is None else Deadline(timeout)
     arrays, metadata, seal = prepare()
-    limit = layout.shard_limit(max_shard_size)
-    begin = layout.checked_align(align)
-    target = SaveTarget(path, overwrite, sealed=seal is not None)
+    limit, align = layout.shard_limit(wishes.max_shard_size), layout.checked_align(wishes.align)
+    target = SaveTarget(wishes.path, wishes.overwrite, sealed=seal is not None)
     with gc_paused():
         given = export(arrays)
-        layouts = [layout.lay_out(each, metadata, begin) for each in layout.split(given, limit)]
+        layouts = [layout.lay_out(each, metadata, align) for each in layout.split(given, limit)]
         notes = widened(given) + _shared(given)
     if keep is not None:
         target.place.names(len(layouts))  # Raises if they have none.
         layouts = keep(layouts, ())
     # Not a closure, which the frames of an error would keep alive, with the arrays.
-    return partial(_write, start, target, layouts, notes, progress, deadline, seal)
+    return partial(_write, start, target, layouts, notes, wishes.progress, deadline, seal)
 
 
 def _write(

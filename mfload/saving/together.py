@@ -35,7 +35,7 @@ from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
 from mfload.saving.export import TensorToSave, export, unboxed
 from mfload.saving.layout import Layout
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.save import Keep, Prepare, Saved, Sealing, fetched, widened
+from mfload.saving.save import Keep, Prepare, Saved, SaveWishes, Sealing, fetched, widened
 
 _LOOK = 0.25  # Seconds between looks at the other processes, while writing.
 _ARRIVAL = 600.0  # Seconds until the other processes must have made the call.
@@ -49,16 +49,7 @@ def _is_global(array: Any) -> bool:
 
 
 def begin(
-    prepare: Prepare,
-    path: str | os.PathLike[str],
-    ranks: Sequence[int],
-    keep: Keep | None = None,
-    *,
-    align: int | str,
-    max_shard_size: int | str | None,
-    overwrite: bool,
-    progress: Progress,
-    timeout: float | None,
+    prepare: Prepare, wishes: SaveWishes, ranks: Sequence[int], keep: Keep | None = None
 ) -> Callable[[], Saved]:
     """The first part of a save of global arrays of JAX (see `save.begin`), in all processes.
 
@@ -71,6 +62,7 @@ def begin(
         LoadTimeoutError: The others did not come in time.
     """
     start = time.perf_counter()
+    path, timeout, overwrite = wishes.path, wishes.timeout, wishes.overwrite
     deadline, wrong = Deadline(None), None
     try:
         deadline = Deadline(timeout)
@@ -89,7 +81,7 @@ def begin(
         local = export({n: each for n, each in held.items() if n not in spread})
         rows = {each.name: each for each in local}
         given = [_global(n, each) if n in spread else rows[n] for n, each in held.items()]
-        limit, align = layout.shard_limit(max_shard_size), layout.checked_align(align)
+        limit, align = layout.shard_limit(wishes.max_shard_size), layout.checked_align(wishes.align)
         layouts = [layout.lay_out(each, metadata, align) for each in layout.split(given, limit)]
         lines = [f"{os.fspath(path)!r}, overwrite={overwrite}, checksums={seal}"]
         lines += [f"{n}: {each.shape} {each.dtype}" for n, each in spread.items()]
@@ -113,7 +105,7 @@ def begin(
             group.thread = 0  # Another thread goes on: this one may begin another group.
         size = sum(made.size for made in layouts)
         saved = Saved((), len(given), size, 0.0, tuple(widened(given)))
-        write = partial(_write_all, group, path, prefix, work, size, progress)
+        write = partial(_write_all, group, path, prefix, work, size, wishes.progress)
         publish = None
         if target is not None:
             publish = partial(_publish, target, drafts, layouts, saved, start, seal)
