@@ -258,6 +258,10 @@ class _Walk:
             return
         window, start, columns, source = self._window, self._start, self.columns, self._source
         at, end = self.at - start, self._end - start
+        if 0 <= at < len(window):
+            stop = at + 1 + (window[at] & 0x1F)
+            if window[stop : stop + _FIRST] not in self._heads:
+                return  # A map, say; what is below takes as long as to read it.
         prefix, make = "".join(f"{key}." for key in self._path), structure.TensorName
         add_name, add_kind, add_source = (
             columns.names.append,
