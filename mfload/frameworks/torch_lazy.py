@@ -143,7 +143,13 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         if like is every:
             return whole, None
         shape, strides, first = tuple(like.shape), like.stride(), like.storage_offset()
-        part = whole.view(shape, strides, first)
+        part = None
+        if like.is_contiguous():
+            if like.numel() == every.numel():
+                return whole, None
+            part = whole.run(first, shape)
+        if part is None:
+            part = whole.view(shape, strides, first)
         if part is not None:
             return part, None
         if not every.ndim:
@@ -151,6 +157,8 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
         row = every.stride(0)
         last = first + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
         low, high = first // row, last // row + 1
+        if (low, high) == (0, every.shape[0]):
+            return whole, first
         part = whole.view((high - low, *every.shape[1:]), every.stride(), low * row)
         return (whole, first) if part is None else (part, first - low * row)
 

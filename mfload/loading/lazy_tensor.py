@@ -17,7 +17,6 @@ from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Piece, TensorInfo
 from mfload.io.route import Leg
 from mfload.loading.lazy import LazyCheckpoint, Span, counting
-from mfload.planning.extents import c_strides
 from mfload.planning.request import Request
 from mfload.planning.slicing import Axis, Selection, composed, laid, within
 from mfload.report import Report
@@ -94,6 +93,13 @@ class LazyTensor:
         selection = self._request.selection
         return selection is None or selection.steps is None
 
+    def run(self, first: int, shape: tuple[int, ...]) -> LazyTensor | None:
+        """Items that follow each other, from one on: a tensor of their own, without a selection.
+
+        None if they are not one raw range of a file.
+        """
+        return self._stored(first, math.prod(shape), shape)
+
     def view(
         self, shape: tuple[int, ...], strides: tuple[int, ...], first: int
     ) -> LazyTensor | None:
@@ -102,33 +108,30 @@ class LazyTensor:
         None if that is not one part alone. Arguments as for `slicing.laid`, in items.
         """
         request, whole = self._request, self.shape
-        info, dtype, outer, *_ = request
         if not self.in_order:
             return None
-        dense = strides == c_strides(shape, 1)
-        if dense and math.prod(shape) == math.prod(whole):
-            return self
-        raw = outer is None and info.simple and dtype is info.dtype and dtype.elements == 1
-        # What is compared with a manifest is read as the tensor that this has.
-        raw = raw and not (self._packed or self._opened.compares)
-        inner = None if raw and dense else laid(whole, shape, strides, first)
+        inner = laid(whole, shape, strides, first)
         if inner is None:
-            return self._stored_as(shape, strides, first) if raw else None
+            reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+            return self._stored(first, reach, shape, Stored(strides=strides))
         if self._packed:
             if len(whole) != len(request.shape) or inner.steps or inner[-1].size < whole[-1]:
                 return None
             inner = Selection((*inner[:-1], Axis(0, request.shape[-1])))
-        return self._of(request._replace(selection=composed(info, outer, inner)))
+        selection = composed(request.info, request.selection, inner)
+        return self._of(request._replace(selection=selection))
 
-    def _stored_as(
-        self, shape: tuple[int, ...], strides: tuple[int, ...], first: int
-    ) -> LazyTensor:
-        """A view of raw bytes as a tensor of its own, which is stored with such strides."""
-        info, dtype, *_ = request = self._request
-        (source, offset, *_), size = info.pieces[0], dtype.nbytes
-        reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
-        how = None if strides == c_strides(shape, 1) else Stored(strides=strides)
-        piece = Piece(source, offset + first * size, reach * size, how)
+    def _stored(
+        self, first: int, count: int, shape: tuple[int, ...], how: Stored | None = None
+    ) -> LazyTensor | None:
+        """A view of raw bytes, so many items from one on, as a tensor that is stored as it is."""
+        info, dtype, selection, *_ = request = self._request
+        whole = selection is None and info.simple and dtype is info.dtype
+        # What is compared with a manifest is read as the tensor that this has.
+        if not whole or dtype.elements > 1 or self._packed or self._opened.compares:
+            return None
+        at, size = info.pieces[0], dtype.nbytes
+        piece = Piece(at.source, at.offset + first * size, count * size, how)
         return self._of(request._replace(info=TensorInfo(info.name, dtype, shape, (piece,))))
 
     def _of(self, request: Request) -> LazyTensor:
