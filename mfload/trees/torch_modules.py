@@ -164,11 +164,8 @@ class TorchModule(Module):
             tensor = self.tensors[number]
             if type(tensor) not in _PLAIN:
                 tensor = self.local(tensor)
-        place = tensor.device
-        if place.type != "cpu" or torch_memory.device_of(place) is not None:
-            return None
         plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
-        if not plain or tensor.is_conj() or tensor.is_neg():
+        if not plain or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
             return None
         return Target(tensor, tensor.data_ptr(), tensor.stride())
 
@@ -216,7 +213,9 @@ class TorchModule(Module):
 
     def install(self, made: Mapping[int, New], written: Iterable[int]) -> None:
         for number in written:  # Autograd refuses what it kept of the values from before.
-            torch.autograd.graph.increment_version(self.local(self.tensors[number]))
+            tensor = self.tensors[number]  # A plain one shares its count with what shows its memory.
+            plain = type(tensor) in _PLAIN
+            torch.autograd.graph.increment_version(tensor if plain else self.local(tensor))
         sharded: list[Any] = []
         for number, new in made.items():
             old = self.tensors[number]
