@@ -214,7 +214,7 @@ class TorchModule(Module):
 
     def install(self, made: Mapping[int, New], written: Iterable[int]) -> None:
         for number in written:  # Autograd refuses what it kept of the values from before.
-            tensor = self.tensors[number]  # A plain one shares its count with what shows its memory.
+            tensor = self.tensors[number]
             plain = type(tensor) in _PLAIN
             torch.autograd.graph.increment_version(tensor if plain else self.local(tensor))
         sharded: list[Any] = []
