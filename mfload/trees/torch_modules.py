@@ -165,8 +165,10 @@ class TorchModule(Module):
             tensor = self.tensors[number]
             if type(tensor) not in _PLAIN:
                 tensor = self.local(tensor)
+        if not tensor.is_cpu or torch_memory.device_of(tensor.device) is not None:
+            return None
         plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
-        if not plain or not tensor.is_cpu or tensor.is_conj() or tensor.is_neg():
+        if not plain or tensor.is_conj() or tensor.is_neg():
             return None
         return Target(tensor, tensor.data_ptr(), tensor.stride())
 
