@@ -139,8 +139,10 @@ class Assembly:
         self._alone: dict[tuple[Any, bool], list[int]] = {}
         self._held = self._nbytes = self._placed = 0
         self._of_numpy = [n for n, goal in enumerate(goals) if goal.sharding is None]
-        recipes = [goals[number].recipe for number in self._of_numpy]
-        self._numpy = NumpyLeaves(index, sources, recipes, options)
+        self._numpy: NumpyLeaves | None = None
+        if self._of_numpy:
+            recipes = [goals[number].recipe for number in self._of_numpy]
+            self._numpy = NumpyLeaves(index, sources, recipes, options)
         leaves = self._decide()
         self._direct = self._wanted(leaves.direct)
         self._loader = Loader(index, sources, backend.adapter(), options)
@@ -342,7 +344,8 @@ class Assembly:
         """Bytes of the files that this process wants."""
         every = [self._direct.mine, *(step.wanted.mine for step in self._steps)]
         every += map(self._whole_tensors, self._alone.values())
-        return sum(map(stored_bytes, every)) + self._numpy.stored_bytes
+        of_numpy = 0 if self._numpy is None else self._numpy.stored_bytes
+        return sum(map(stored_bytes, every)) + of_numpy
 
     def _whole_tensors(self, numbers: Sequence[int]) -> list[Request]:
         recipes = [self._goals[number].recipe for number in numbers]
@@ -388,7 +391,7 @@ class Assembly:
             make(wanted, fetched)
             jax_adapter.wait_for_release(memory.live_bytes, before)
             report.add_stage("transforms", start, time.perf_counter())
-        if self._of_numpy:
+        if self._numpy is not None:
             made = self._numpy.run(report, advance)
             self._placed += sum(array.nbytes for array in made)
             self._whole.update(zip(self._of_numpy, made, strict=True))

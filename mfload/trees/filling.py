@@ -81,7 +81,7 @@ def load_into(
     if backend is not None or module.own_code:  # It waits for others, or for a user's hooks.
         resume()
     done = Report(processes=max(1, len(ranks)))
-    filling: _Filling | None = None
+    filling: Filling | None = None
     try:
         with together as group:
             if wrong is not None:
@@ -93,7 +93,7 @@ def load_into(
             done.add_stage("headers", start, read)
             with gc_paused():
                 loader = Loader(index, sources, module.adapter(), how)
-                filling = _Filling(module, backend, group, loader, asked.atomic)
+                filling = Filling(module, backend, group, loader, asked.atomic)
                 found = filling.match(asked)
                 if found.ties:
                     ties.warn(found.ties, index, sources, how)
@@ -171,7 +171,7 @@ class _Step(NamedTuple):
     finish: Callable[[list[Any]], None]
 
 
-class _Filling:
+class Filling:
     """Fills the leaves of a module, by number. `loader` has the files, and makes new arrays.
 
     Attributes:
@@ -233,7 +233,7 @@ class _Filling:
             lines = [f"{each.name}: {each.dtype} {digest}" for each, digest in named]
             mesh_load.agree_on_inputs(self._group, index.columns, sources, options, lines)
             mesh_load.check_whole(options, len(self._group.ranks))
-        self._plan(found.recipes)
+        self.plan(found.recipes)
         return found
 
     def _fit(self, leaf: Leaf, recipe: Recipe) -> None:
@@ -261,7 +261,8 @@ class _Filling:
         shares = self._backend.shares(sharding, shape)
         return next(share.box for share in shares if share.process == self._rank)
 
-    def _plan(self, recipes: Mapping[int, Recipe]) -> None:
+    def plan(self, recipes: Mapping[int, Recipe]) -> None:
+        """Plans how leaves are made; raises MemoryLimitError if a limit is too small."""
         options, leaves = self._loader.options, self._module.leaves
         memory: dict[int, Any] = {}
         self._strided = Landing(memory, len(leaves))

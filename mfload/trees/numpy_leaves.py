@@ -1,39 +1,32 @@
-"""Leaves that stay NumPy's: read on the host into their places, or arranged there.
+"""Leaves that stay NumPy's: a module whose weights are new arrays, which can be written to.
 
 Each process of a load reads its own, since nothing of them is sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from mfload import errors
+from mfload.dtypes import DType
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Index
-from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader
-from mfload.mesh import base
-from mfload.options import OVERHEAD, LoadOptions
-from mfload.planning.extents import c_strides
-from mfload.planning.memory import grouped
-from mfload.planning.request import Request, stored_bytes
-from mfload.planning.slicing import boxed
+from mfload.options import LoadOptions
 from mfload.report import Report
 from mfload.sources.base import Source
-from mfload.trees import batches
-from mfload.trees.batches import LeafPart
-from mfload.trees.landing import Landing, Target
-from mfload.trees.recipe import Recipe, new_row
-
-_NEW = (-1,)  # Names no memory that is there.
+from mfload.trees.filling import Filling
+from mfload.trees.landing import Target
+from mfload.trees.modules import Module
+from mfload.trees.recipe import Leaf, Recipe
 
 
-class NumpyLeaves:
-    """Makes a NumPy array of each recipe, which can be written to."""
+class NumpyLeaves(Module):
+    """Makes a NumPy array of each recipe (see `modules.Module`)."""
+
+    framework = "numpy"
 
     def __init__(
         self,
@@ -42,86 +35,38 @@ class NumpyLeaves:
         recipes: Sequence[Recipe],
         options: LoadOptions,
     ) -> None:
-        self._recipes, self._memory = recipes, dict[int, Any]()
-        self._landing = Landing(self._memory)
-        self._direct: list[tuple[int, Request]] = []
-        self._arranged: list[tuple[int, LeafPart]] = []
-        for number, recipe in enumerate(recipes):
-            shape = recipe.transform.shape
-            if recipe.transform.plain:
-                row = recipe.tensors[0], recipe.landed, None, recipe.checked, _NEW
-                self._direct.append((number, new_row(Request, row)))
-            elif not self._landing.add(number, recipe, _whole(shape), c_strides(shape, 1)):
-                (part,) = batches.parts(recipe, [base.Share(0, 0, _whole(shape))])
-                self._arranged.append((number, part))
-        given = options.max_host_overhead
-        limit = OVERHEAD if given is None else given
-        waits, slots = max((part.nbytes for _, part in self._arranged), default=0), limit
-        if self._arranged:
-            slots = limit // batches.SLOTS  # The rest is for what waits to be arranged.
-        if given is not None and waits > limit - slots:
-            most = max(self._arranged, key=lambda each: each[1].nbytes)[1]
-            raise errors.MemoryLimitError(
-                "what the tensor is made of exceeds the overhead",
-                tensor=most.recipe.name,
-                expected=f"{errors.amount(batches.least_overhead(waits), given)} or more",
-                found=errors.amount(given, given),
-            )
-        self._limit = limit - slots
+        self._arrays: dict[int, Any] = {}
+        self.leaves = [
+            Leaf((recipe.name,), recipe.transform.shape, recipe.dtype, abstract=True)
+            for recipe in recipes
+        ]
         options = options.replace(allocator="mfload", max_device_overhead=None)
-        if given is not None:
-            options = options.replace(max_host_overhead=slots)
-        adapter = NumpyAdapter()
-        if self._landing.requests:
-            adapter = InPlaceAdapter(adapter, self._memory)
-        self._loader = Loader(index, sources, adapter, options)
+        loader = Loader(index, sources, self.adapter(), options)
+        self._filling = Filling(self, None, None, loader, atomic=False)
+        self._filling.plan(dict(enumerate(recipes)))
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that they are made of."""
-        every = [request for _, request in self._direct] + self._landing.requests
-        return stored_bytes([*every, *_requests(part for _, part in self._arranged)])
+        return self._filling.stored_bytes
 
     def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
         """The arrays, in the order of the recipes."""
-        made: dict[int, Any] = {}
-        recipes = {number: self._recipes[number] for number in self._landing}
-        check_host(sum(_nbytes(recipe) for recipe in recipes.values()))
-        for number, recipe in recipes.items():
-            made[number] = array = np.empty(recipe.transform.shape, recipe.dtype.numpy)
-            self._landing.give(number, Target(array, array.ctypes.data, ()))
-        numbers = [number for number, _ in self._direct]
-        requests = [request for _, request in self._direct]
-        landed = self._load([*requests, *self._landing.requests], report, advance)
-        for number, array in zip(numbers, landed, strict=False):
-            made[number] = np.require(array, requirements="W")  # No map of a file.
-        for batch in grouped(self._arranged, self._limit, lambda each: each[1].nbytes):
-            landed = self._load([*_requests(part for _, part in batch)], report, advance)
-            each = iter(landed)
-            for number, part in batch:
-                arrays = [next(each) for _ in part.sources]
-                made[number] = np.array(part.transform.evaluate(arrays, np), order="C")
-        return [made[number] for number in range(len(made))]
+        self._filling.run(report, advance)
+        made = (self._filling.made[number].array for number in range(len(self.leaves)))
+        return [np.require(array, requirements="W") for array in made]  # No map of a file.
 
-    def _load(
-        self, requests: Sequence[Request], report: Report, advance: Callable[[int], None] | None
-    ) -> list[Any]:
-        one = Report()
-        landed = self._loader.load(requests, report=one, advance=advance) if requests else []
-        report.add(one)
-        return landed
+    def adapter(self) -> NumpyAdapter:
+        return NumpyAdapter()
 
+    def target(self, number: int) -> Target | None:
+        array = self._arrays[number]
+        return Target(array, array.ctypes.data, ())
 
-def _whole(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((0, length) for length in shape)
+    def empty(self, number: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        self._arrays[number] = np.empty(shape, dtype.numpy)
+        return self._arrays[number]
 
-
-def _nbytes(recipe: Recipe) -> int:
-    return recipe.dtype.size_of(recipe.transform.shape) or 0
-
-
-def _requests(parts: Iterable[LeafPart]) -> Iterator[Request]:
-    for part in parts:
-        recipe = part.recipe
-        for info, box in part.sources:
-            yield Request(info, recipe.landed, boxed(info, box), recipe.checked, _NEW)
+    def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
+        spans = zip(start, array.shape, strict=True)
+        self._arrays[number][tuple(slice(at, at + n) for at, n in spans)] = array

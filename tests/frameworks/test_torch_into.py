@@ -632,7 +632,7 @@ def test_a_torn_module_is_marked_until_it_is_loaded(tmp_path: Path) -> None:
 def test_a_torn_part_of_a_module_is_torn_in_the_whole(tmp_path: Path) -> None:
     net, path = make(2), write(tmp_path / "net.safetensors", make(1), "head.weight")
     part = write(tmp_path / "part.safetensors", make(1).rnn)
-    fails = mock.patch.object(filling._Filling, "finish", side_effect=OSError)
+    fails = mock.patch.object(filling.Filling, "finish", side_effect=OSError)
     for owner, file in ((net.rnn, part), (net, path)):
         with fails, pytest.raises(OSError):
             mfload.load_into(owner, file)
