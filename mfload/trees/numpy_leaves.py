@@ -15,6 +15,7 @@ from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Index
 from mfload.loading.session import Loader
 from mfload.options import LoadOptions
+from mfload.planning.request import Request, compact, stored_bytes
 from mfload.report import Report
 from mfload.sources.base import Source
 from mfload.trees.filling import Filling
@@ -41,20 +42,32 @@ class NumpyLeaves(Module):
             for recipe in recipes
         ]
         options = options.replace(allocator="mfload", max_device_overhead=None)
-        loader = Loader(index, sources, self.adapter(), options)
-        self._filling = Filling(self, None, None, loader, atomic=False)
-        self._filling.plan(dict(enumerate(recipes)))
+        self._loader = Loader(index, sources, self.adapter(), options)
+        # What is stored as it is wanted is a plain load, which costs many small ones less.
+        self._plain = [n for n, each in enumerate(recipes) if each.transform.plain]
+        rows = map(recipes.__getitem__, self._plain)
+        self._requests = compact(
+            [Request(each.tensors[0], each.landed, None, each.checked) for each in rows]
+        )
+        self._filling = Filling(self, None, None, self._loader, atomic=False)
+        self._filling.plan({n: r for n, r in enumerate(recipes) if not r.transform.plain})
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that they are made of."""
-        return self._filling.stored_bytes
+        return self._filling.stored_bytes + stored_bytes(self._requests)
 
     def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
         """The arrays, in the order of the recipes."""
+        one, made = Report(), list[Any]()
+        if self._requests:
+            made = self._loader.load(self._requests, report=one, advance=advance)
+        made = [np.require(array, requirements="W") for array in made]  # No map of a file.
+        report.add(one)
         self._filling.run(report, advance)
-        made = (self._filling.made[number].array for number in range(len(self.leaves)))
-        return [np.require(array, requirements="W") for array in made]  # No map of a file.
+        arrays = dict(zip(self._plain, made, strict=True))
+        arrays |= {number: new.array for number, new in self._filling.made.items()}
+        return [arrays[number] for number in range(len(self.leaves))]
 
     def adapter(self) -> NumpyAdapter:
         return NumpyAdapter()
