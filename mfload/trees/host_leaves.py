@@ -34,7 +34,7 @@ SMALL = 1 << 20
 as larger leaves are turned on the device. CPUs have leaves of which parts land in their places put
 together here up to this size as well: one call costs less than several functions."""
 _JOINED = 1 << 20  # Bytes from which on to copy once more costs more than memory of its own.
-_SHARED_OUT = 8 << 20  # Bytes of leaves that several threads place.
+_SHARED_OUT = 8 << 20  # Bytes of a leaf, on average, from which on several threads place them.
 
 
 class Kind(NamedTuple):
@@ -113,7 +113,7 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
 def make(leaves: Iterable[tuple[Kind, Sequence[Any]]]) -> list[Any]:
     """The array of each leaf, in memory of JAX's, from the NumPy arrays that it is made of."""
     every = list(leaves)
-    if sum(kind.result for kind, _ in every) < _SHARED_OUT:
+    if sum(kind.result for kind, _ in every) < _SHARED_OUT * len(every):
         with undisturbed():
             return [_make(kind, arrays) for kind, arrays in every]
     made: list[Any] = [None] * len(every)

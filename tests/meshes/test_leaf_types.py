@@ -199,7 +199,7 @@ def test_a_cap_that_numpy_keeps(tmp_path: Path) -> None:
         of_numpy(made["w"], array.T * np.float32(0.5))
     assert report.peak_bytes <= 1 << 20
     options = mfload.Options(max_host_overhead=1 << 10, threads=1)
-    with pytest.raises(errors.MemoryLimitError, match="max_host_overhead is too small.*'w'"):
+    with pytest.raises(errors.MemoryLimitError, match=r"max_host_overhead is too small.*'w'"):
         mfload.load_into(target, path, mapping=twice, options=options)
     report, options = mfload.Report(), mfload.Options(max_host_overhead=6 << 20, threads=1)
     made = mfload.load_into(target, path, mapping=turn, options=options, report=report)
