@@ -124,14 +124,7 @@ def match(
     notes = _check_rules(problems, claims, index.tensors)
     _refuse(problems, remedy, file)
     if not strict and not made and index.tensors:
-        given = next((to for _, to in claims.stray if to), next(iter(index.tensors)))
-        close = errors.close_names(given, held) or [*held, "nothing"]
-        raise errors.MappingError(
-            "nothing in the checkpoint goes into the target; mapping= says which name becomes what",
-            file=file,
-            expected=f"names like {close[0]!r}",
-            found=f"names like {given!r}",
-        )
+        raise _nothing_fits(index, claims, held, file)
     if claims.stray:
         names = list(dict.fromkeys(info.name for info, _ in claims.stray))
         notes.append(f"tensors that the target has no place for: {brief(names)}")
@@ -430,6 +423,19 @@ def _refuse(problems: Mapping[str, Sequence[str]], remedy: str, file: str | None
             expected=remedy if names else None,
             problems=every,
         )
+
+
+def _nothing_fits(
+    index: Index, claims: Claims, held: Mapping[str, Leaf], file: str | None
+) -> errors.MappingError:
+    given = next((to for _, to in claims.stray if to), next(iter(index.tensors)))
+    close = errors.close_names(given, held) or [*held, "nothing"]
+    return errors.MappingError(
+        "nothing in the checkpoint goes into the target; mapping= says which name becomes what",
+        file=file,
+        expected=f"names like {close[0]!r}",
+        found=f"names like {given!r}",
+    )
 
 
 def _matches_part(entry: Entry, name: str) -> bool:
