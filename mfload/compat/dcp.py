@@ -38,7 +38,7 @@ from mfload.report import Report, cleared
 from mfload.runtime import gc_paused
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
-from mfload.trees.modules import gather_rows
+from mfload.trees.filling import gather_rows
 
 _FORMS = torch_adapter.TorchAdapter.forms
 _BATCH, _PARTS = 64 << 20, 4  # What waits to be copied is at most a fourth of the overhead.

@@ -1,7 +1,8 @@
-"""Assembling: the parts of all leaves are fetched, transformed where they landed, and put together.
+"""Assembling: how each leaf of a tree of JAX's is made, and its parts put together.
 
-What is stored as a leaf wants it lands in place, in one fetch. The rest comes in batches: what a
-batch is made of waits on its devices until the transforms have run, within the overhead.
+What is stored as a leaf wants it lands in place, in one fetch. The rest comes in batches, within
+the overhead: what a batch is made of waits on the host until one call copies a leaf to its devices
+(see `host_leaves`), or on these until compiled functions have run (see `jax_transforms`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import collections
 import functools
 import hashlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from mfload.frameworks import jax_adapter
 from mfload.frameworks.base import Adapter
 from mfload.frameworks.jax_memory import Uncommitter, laid_out
 from mfload.frameworks.numpy_adapter import NumpyAdapter
+from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Index
 from mfload.io import buffers
 from mfload.loading.allocate import check_host
@@ -29,15 +32,17 @@ from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.base import Share, TensorShares, Whole
 from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives, moved
-from mfload.options import LoadOptions
+from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning import request
+from mfload.planning.extents import c_strides
 from mfload.planning.memory import Ledger, grouped
 from mfload.planning.request import Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.report import Report
 from mfload.sources.base import Source
-from mfload.trees import batches, jax_transforms, small_leaves
+from mfload.trees import batches, host_leaves, jax_transforms
 from mfload.trees.batches import BatchItem, LeafPart
+from mfload.trees.landing import Landing, Target
 from mfload.trees.numpy_leaves import NumpyLeaves
 from mfload.trees.recipe import Recipe, new_row
 from mfload.trees.transforms import Shape, Transform
@@ -71,7 +76,7 @@ class _Kind(NamedTuple):
         alone: The device that holds it whole, as a plain load gives it, and whether it is committed
             to that; None for any other.
         separate: Whether devices that hold the same part get memory of their own.
-        small: How NumPy makes them; None if it does not.
+        on_host: How they are made on the host; None if they are not.
         compiled: Whether compiled functions make what does not land in its place.
     """
 
@@ -79,16 +84,39 @@ class _Kind(NamedTuple):
     separate: bool
     lands: tuple[tuple[int, tuple[Share, ...]], ...] = ()
     alone: Any = None
-    small: small_leaves.Kind | None = None
+    on_host: host_leaves.Kind | None = None
     compiled: bool = False
 
 
 class _Wanted(NamedTuple):
-    """Requests of all processes, those of this one, and for each the number of what it is for."""
+    """Requests of all processes, those of this one, and for each the number of what it is for.
+
+    Those behind the last that has a number land in memory that is there.
+    """
 
     requests: dict[int, list[Request]]
     mine: list[Request]
     owners: list[int]
+
+
+class _Step(NamedTuple):
+    """A batch: what is fetched, by what, and what makes leaves of it.
+
+    `prepare` makes memory that is read into.
+    """
+
+    wanted: _Wanted
+    loader: Loader
+    make: Callable[[_Wanted, list[Any]], None]
+    prepare: Callable[[], None] | None = None
+
+
+class _Leaves(NamedTuple):
+    """Which leaves are made in which way, by number."""
+
+    direct: list[tuple[int, TensorShares]]
+    compiled: list[tuple[int, list[LeafPart]]]
+    on_host: list[tuple[int, host_leaves.Kind]]
 
 
 class Assembly:
@@ -109,14 +137,20 @@ class Assembly:
         # Numbers of leaves by the device that holds them, and whether they are committed to it.
         self._alone: dict[tuple[Any, bool], list[int]] = {}
         self._held = self._nbytes = self._placed = 0
-        direct: list[tuple[int, TensorShares]] = []
-        made: list[tuple[int, list[LeafPart]]] = []
-        small: list[tuple[int, small_leaves.Kind]] = []
         self._of_numpy = [n for n, goal in enumerate(goals) if goal.sharding is None]
-        recipes = [goals[number].recipe for number in self._of_numpy]
-        self._numpy = NumpyLeaves(index, sources, recipes, options)
-        kinds: dict[Any, _Kind] = {}
-        for number, goal in enumerate(goals):
+        self._numpy: NumpyLeaves | None = None
+        if self._of_numpy:
+            recipes = [goals[number].recipe for number in self._of_numpy]
+            self._numpy = NumpyLeaves(index, sources, recipes, options)
+        leaves = self._decide()
+        self._direct = self._wanted(leaves.direct)
+        self._loader = Loader(index, sources, backend.adapter(), options)
+        self._steps = self._batches(leaves)
+
+    def _decide(self) -> _Leaves:
+        """How each leaf is made; those that one device holds whole, and NumPy's, are noted."""
+        made, kinds = _Leaves([], [], []), dict[Any, _Kind]()
+        for number, goal in enumerate(self._goals):
             recipe, sharding, committed, _ = goal
             if sharding is None:
                 continue
@@ -133,44 +167,77 @@ class Assembly:
                 self._alone.setdefault(kind.alone, []).append(number)
                 self._placed += kind.nbytes
                 continue
-            direct += ((number, each) for each in _shares(recipe, kind.lands, kind.separate))
-            if kind.small is not None:
-                small.append((number, kind.small))
-                self._placed += kind.small.result
+            made.direct.extend((number, e) for e in _shares(recipe, kind.lands, kind.separate))
+            if kind.on_host is not None:
+                made.on_host.append((number, kind.on_host))
+                self._placed += kind.on_host.result
             elif kind.compiled:
-                made.append((number, self._compiled_parts(goal)))
-        self._direct = self._wanted(direct)
-        adapter = backend.adapter()
+                made.compiled.append((number, self._compiled_parts(goal)))
+        return made
+
+    def _batches(self, leaves: _Leaves) -> list[_Step]:
+        """The steps of what does not land in its place; refuses an overhead that is too small."""
+        (index, sources), adapter, options = self._files, self._loader.adapter, self._options
         # What a transform is to run on waits where it runs.
         ledger = Ledger(options, device=bool(adapter.devices))
         if ledger.given is not None:
-            wanted = self._wanted(batches.sources(part for _, some in made for part in some)).mine
+            parts = (part for _, some in leaves.compiled for part in some)
+            wanted = self._wanted(batches.sources(parts)).mine
             least = _least_for_readers(wanted, index, sources, adapter, options)
             if adapter.on_host:
-                wanted = self._wanted(self._sources_of(small)).mine
+                wanted = self._wanted(self._sources_of(leaves.on_host)).mine
                 host = NumpyAdapter()
                 least = max(least, _least_for_readers(wanted, index, sources, host, options))
             ledger.most = max(ledger.most, least)  # With so much, it shows what leaves take.
         slots, waiting = ledger.split()
-        compiled = list(batches.batches(made, waiting))
+        compiled = list(batches.batches(leaves.compiled, waiting))
         items = itertools.chain.from_iterable(compiled)
         self._check_overhead(ledger, items, on_host=adapter.on_host)
-        self._loader = Loader(index, sources, adapter, options)
         options = options.replace(allocator="mfload")
         on_host = options.replace(max_host_overhead=slots, max_device_overhead=None)
-        for_numpy = Loader(index, sources, NumpyAdapter(), on_host)
         if adapter.devices or adapter.on_host:
             # Elsewhere what waits is copied to its device, and slots are gone by then.
             options = options.replace(**{ledger.name: slots})
-        waits = Loader(index, sources, adapter, options)
-        # What is fetched, by what, and what makes leaves of it.
-        self._steps: list[tuple[_Wanted, Loader, Callable[[_Wanted, list[Any]], None]]] = []
+        waits, steps = Loader(index, sources, adapter, options), list[_Step]()
         for batch in compiled:
             wanted = self._wanted(batches.sources(part for item in batch for part in item.parts))
-            self._steps.append((wanted, waits, functools.partial(self._transform, batch)))
-        for batch in grouped(small, waiting, lambda each: each[1].nbytes):
-            wanted = self._wanted(self._sources_of(batch))
-            self._steps.append((wanted, for_numpy, functools.partial(self._arrange, dict(batch))))
+            steps.append(_Step(wanted, waits, functools.partial(self._transform, batch)))
+        for batch in grouped(leaves.on_host, waiting, lambda each: each[1].nbytes):
+            steps.append(self._on_host(dict(batch), on_host))
+        return steps
+
+    def _on_host(self, batch: dict[int, host_leaves.Kind], options: LoadOptions) -> _Step:
+        """The step that makes some leaves on the host."""
+        memory: dict[int, Any] = {}
+        landing = Landing(memory, 1)  # All else has the number 0.
+        for number, kind in batch.items():
+            if kind.joined and kind.box is not None:
+                recipe = self._goals[number].recipe
+                landing.add(number, recipe, kind.box, c_strides(shape_of(kind.box), 1))
+        apart = [each for each in batch.items() if each[0] not in landing]
+        wanted = self._wanted(self._sources_of(apart))
+        adapter: Adapter = NumpyAdapter()
+        if not landing.requests:
+            loader = Loader(*self._files, adapter, options)
+            return _Step(wanted, loader, functools.partial(self._arrange, batch, {}))
+        wanted.mine.extend(landing.requests)
+        loader = Loader(*self._files, InPlaceAdapter(adapter, memory), options)
+        wholes: dict[int, Any] = {}
+
+        def prepare() -> None:
+            for number in landing:
+                box, dtype = batch[number].box, batch[number].dtype
+                assert box is not None
+                shape = shape_of(box)
+                held = buffers.allocate(math.prod(shape) * dtype.itemsize)
+                wholes[number] = held.view(dtype).reshape(shape)
+                landing.give(number, Target(held, held.ctypes.data, ()))
+
+        def make(wanted: _Wanted, fetched: list[Any]) -> None:
+            memory.clear()
+            self._arrange(batch, wholes, wanted, fetched)
+
+        return _Step(wanted, loader, make, prepare)
 
     def _kind(self, goal: Goal) -> _Kind:
         recipe, sharding, committed, _ = goal
@@ -194,23 +261,27 @@ class Assembly:
                 ((number, box),) = recipe.transform.part(part.box)[1]
                 lands.append((number, tuple(each._replace(box=box) for each in part.holders)))
         if len(lands) < len(parts):
-            small = self._small_kind(goal)
-            return kind._replace(
-                small=small, lands=() if small else tuple(lands), compiled=not small
-            )
+            if (made := self._host_kind(goal, partly=bool(lands))) is not None:
+                return kind._replace(on_host=made)
+            return kind._replace(lands=tuple(lands), compiled=True)
         return kind._replace(lands=tuple(lands))
 
-    def _small_kind(self, goal: Goal) -> small_leaves.Kind | None:
-        """How NumPy makes a leaf; None if it is too large, or not moved alone."""
+    def _host_kind(self, goal: Goal, *, partly: bool) -> host_leaves.Kind | None:
+        """How a leaf is made on the host, parts of which may land in place; None if it is not.
+
+        Then it is too large, or not moved alone.
+        """
         recipe, sharding, *_ = goal
         ledger = Ledger(self._options)
         if recipe.transform.scale is not None or not self._backend.in_default_memory(sharding):
             return None
-        # What waits for NumPy counts against the limit that others wait within on CPUs alone.
-        elsewhere = ledger.given is not None and self._backend.platform() != "cpu"
-        if elsewhere or (recipe.dtype.size_of(goal.shape) or 0) > small_leaves.MOST:
+        elsewhere = self._backend.platform() != "cpu"
+        # What waits on the host counts against the limit that others wait within on CPUs alone.
+        most = min(host_leaves.MOST, host_leaves.SMALL if elsewhere or partly else OVERHEAD)
+        too_large = (recipe.dtype.size_of(goal.shape) or 0) > most
+        if too_large or (elsewhere and ledger.given is not None):
             return None
-        made = small_leaves.kind(recipe, sharding, self._backend)
+        made = host_leaves.kind(recipe, sharding, self._backend)
         return made if made.nbytes <= ledger.split()[1] else None
 
     def _compiled_parts(self, goal: Goal) -> list[LeafPart]:
@@ -223,7 +294,7 @@ class Assembly:
         return [part for part in parts if not part.transform.plain]
 
     def _sources_of(
-        self, small: Iterable[tuple[int, small_leaves.Kind]]
+        self, small: Iterable[tuple[int, host_leaves.Kind]]
     ) -> Iterator[tuple[int, TensorShares]]:
         for number, kind in small:
             for each in _shares(self._goals[number].recipe, kind.reads):
@@ -263,9 +334,10 @@ class Assembly:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that this process wants."""
-        every = [self._direct.mine, *(wanted.mine for wanted, _, _ in self._steps)]
+        every = [self._direct.mine, *(step.wanted.mine for step in self._steps)]
         every += map(self._whole_tensors, self._alone.values())
-        return sum(map(stored_bytes, every)) + self._numpy.stored_bytes
+        of_numpy = 0 if self._numpy is None else self._numpy.stored_bytes
+        return sum(map(stored_bytes, every)) + of_numpy
 
     def _whole_tensors(self, numbers: Sequence[int]) -> list[Request]:
         recipes = [self._goals[number].recipe for number in numbers]
@@ -302,14 +374,16 @@ class Assembly:
             for owner, rows in _by_device(self._direct, fetched).items():
                 self._arrays[owner].update((device, row[0]) for device, row in rows.items())
             del fetched
-        for wanted, loader, make in self._steps:
+        for wanted, loader, make, prepare in self._steps:
             before = memory.live_bytes()
+            if prepare is not None:
+                prepare()
             fetched = self._fetch(wanted.requests, loader, group, report, advance)
             start = time.perf_counter()
             make(wanted, fetched)
             jax_adapter.wait_for_release(memory.live_bytes, before)
             report.add_stage("transforms", start, time.perf_counter())
-        if self._of_numpy:
+        if self._numpy is not None:
             made = self._numpy.run(report, advance)
             self._placed += sum(array.nbytes for array in made)
             self._whole.update(zip(self._of_numpy, made, strict=True))
@@ -339,27 +413,32 @@ class Assembly:
         """What landed, in the order of the requests of this process."""
         one = Report()
         kept = buffers.live_bytes() - self._held
-        if group is None and not isinstance(loader.adapter, JaxMeshAdapter):
+        if group is None and not isinstance(loader.adapter, JaxMeshAdapter | InPlaceAdapter):
             # Alike to the devices that requests name, there is one; so they may be columns.
             requests = {rank: request.compact(some) for rank, some in requests.items()}
         fetched = mesh_load.fetch(
             requests, loader, self._backend, group=group, report=one, advance=advance
         )
         one.peak_bytes += max(0, kept)
-        if any(loader is each for _, each, _ in self._steps):
+        if any(loader is step.loader for step in self._steps):
             one.aliased_bytes = 0
         report.add(one)
         return fetched
 
     def _arrange(
-        self, batch: dict[int, small_leaves.Kind], wanted: _Wanted, fetched: list[Any]
+        self,
+        batch: dict[int, host_leaves.Kind],
+        wholes: dict[int, Any],
+        wanted: _Wanted,
+        fetched: list[Any],
     ) -> None:
-        """Makes the small leaves of a batch; what was fetched is released."""
-        arrays: dict[int, list[Any]] = {}
-        for owner, array in zip(wanted.owners, fetched, strict=True):
+        """Makes leaves of a batch on the host; what was fetched, or is there whole, is released."""
+        arrays: dict[int, list[Any]] = {number: [whole] for number, whole in wholes.items()}
+        wholes.clear()
+        for owner, array in zip(wanted.owners, fetched, strict=False):
             arrays.setdefault(owner, []).append(array)
         fetched.clear()
-        made = small_leaves.make((batch[owner], given) for owner, given in arrays.items())
+        made = host_leaves.make([(batch[owner], given) for owner, given in arrays.items()])
         jax_transforms.wait(made)
         self._whole.update(zip(arrays, made, strict=True))
 

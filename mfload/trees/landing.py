@@ -44,30 +44,29 @@ class Landing:
     def __init__(self, memory: dict[int, Any], first: int = 0) -> None:
         self.requests: list[Request] = []
         self._memory, self._first = memory, first
-        self._places: dict[Hashable, list[tuple[int, int, int]]] = {}
+        self._places: dict[Hashable, tuple[int, list[_Place]]] = {}
         self._kinds: dict[Any, tuple[Any, list[_Place] | None]] = {}
 
     def add(self, owner: Hashable, recipe: Recipe, box: Box, strides: Sequence[int]) -> bool:
         """Takes a box of a leaf, if strides say where it goes; `give` says in which memory."""
         # Leaves of one transform are alike; it is kept, so that its id stays its own.
         kind = id(recipe.transform), id(recipe.landed), box, strides
-        if kind not in self._kinds:
-            self._kinds[kind] = recipe, _found(recipe, box, strides)
-        places = self._kinds[kind][1]
+        if (known := self._kinds.get(kind)) is None:
+            known = self._kinds[kind] = recipe, _found(recipe, box, strides)
+        places, first = known[1], self._first + len(self.requests)
         if places is None:
             return False
-        numbers = self._places[owner] = list[tuple[int, int, int]]()
-        for tensor, selection, at, nbytes in places:
-            number = self._first + len(self.requests)
+        self._places[owner] = first, places
+        for number, (tensor, selection, _, _) in enumerate(places, first):
             row = recipe.tensors[tensor], recipe.landed, selection, recipe.checked, (number,)
             self.requests.append(new_row(Request, row))
-            numbers.append((number, at, nbytes))
         return True
 
     def give(self, owner: Hashable, target: Target) -> None:
         """Says where the memory is; its strides are those of `add`."""
-        for number, at, nbytes in self._places[owner]:
-            self._memory[number] = array_at(target.owner, target.address + at, (nbytes,))
+        (memory, address, _), (first, places) = target, self._places[owner]
+        for number, (_, _, at, nbytes) in enumerate(places, first):
+            self._memory[number] = array_at(memory, address + at, (nbytes,))
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._places

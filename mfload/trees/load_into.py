@@ -39,12 +39,12 @@ def fill(
     and PRNG keys are loaded too, and names match in the ways that Flax and Orbax write them.
     """
     if (framework := outline.framework_of(target)) is not None:
-        from mfload.trees import modules
+        from mfload.trees import filling
 
         kind = importlib.import_module(f"mfload.trees.{framework}_modules")
         with contextlib.ExitStack() as paused:
             paused.enter_context(gc_paused())
-            modules.load_into(target, kind.make(target), asked, path, options, paused.close)
+            filling.load_into(target, kind.make(target), asked, path, options, paused.close)
         return target
     try:
         frameworks.require("jax", "mfload.trees.jax_trees")  # Says how to install JAX.
@@ -97,7 +97,6 @@ def _values(
     whole: bool,
 ) -> list[Any]:
     """The values of all leaves of a target, and what `done` reports of them."""
-    from mfload.frameworks.jax_adapter import JaxAdapter
     from mfload.mesh import load as mesh_load
     from mfload.trees import assemble, jax_shardings, jax_trees, ties
     from mfload.trees.saved_state import PlainNumbers, SavedState
@@ -117,15 +116,7 @@ def _values(
     if index.tensors:
         jax_trees.check_places(target, leaves)
     with gc_paused():
-        found = matching.match(
-            index,
-            leaves,
-            asked.mapping,
-            strict=asked.strict,
-            dtype=asked.dtype,
-            arrays={name for name, form in JaxAdapter.forms.items() if form.how != "bytes"},
-            **state.matching(),
-        )
+        found = _matched(state, asked)
         notes += found.notes
         if found.ties:
             ties.warn(found.ties, index, sources, how)
@@ -151,6 +142,21 @@ def _values(
     if how.check is not None:
         how.check.tell(done)
     return [made.get(n, leaf.value) for n, leaf in enumerate(leaves)]
+
+
+def _matched(state: Any, asked: Wishes) -> matching.Matched:
+    """How the leaves of a `PlainNumbers` or a `SavedState` are made of its index."""
+    from mfload.frameworks.jax_adapter import JaxAdapter
+
+    return matching.match(
+        state.index,
+        state.leaves,
+        asked.mapping,
+        strict=asked.strict,
+        dtype=asked.dtype,
+        arrays={name for name, form in JaxAdapter.forms.items() if form.how != "bytes"},
+        **state.matching(),
+    )
 
 
 def _check_order(target: Any) -> None:

@@ -122,34 +122,32 @@ def match(
                 problems["misfit"].append(line)
         _check_names(problems, claims, leaves, unheld, judged)
     notes = _check_rules(problems, claims, index.tensors)
-    counts = ", ".join(
-        f"{len(lines)} {kind}{'s' if len(lines) > 1 and kind.endswith(_PLURAL) else ''}"
-        for kind, lines in problems.items()
-    )
-    if counts:
-        every = tuple(f"{kind}: {line}" for kind, lines in problems.items() for line in lines)
-        names = "missing" in problems or "extra" in problems
-        raise errors.MappingError(
-            f"the checkpoint does not fit the target: {counts}",
-            file=file,
-            expected=remedy if names else None,
-            problems=every,
-        )
+    _refuse(problems, remedy, file)
     if not strict and not made and index.tensors:
-        given = next((to for _, to in claims.stray if to), next(iter(index.tensors)))
-        close = errors.close_names(given, held) or [*held, "nothing"]
-        raise errors.MappingError(
-            "nothing in the checkpoint goes into the target; mapping= says which name becomes what",
-            file=file,
-            expected=f"names like {close[0]!r}",
-            found=f"names like {given!r}",
-        )
+        raise _nothing_fits(index, claims, held, file)
     if claims.stray:
         names = list(dict.fromkeys(info.name for info, _ in claims.stray))
         notes.append(f"tensors that the target has no place for: {brief(names)}")
     for _, target in claims.stray:
         if target in unheld:
             notes.append(f"{target} was not loaded{_unheld_hint(unheld[target])}")
+    recipes, ties = _chosen(leaves, made)
+    for kept, other in ties:
+        notes.append(f"{other.name} was not loaded: it is the same variable as {kept.name}")
+    if isinstance(wish, selection.Rules):
+        wish.warn_of_unmatched(held)
+    plain = ((a, b) for a, b in ties if a.transform.plain and b.transform.plain)
+    stray = tuple(target for _, target in claims.stray if target is not None)
+    return Matched(recipes, tuple(notes), tuple(plain), stray)
+
+
+def _chosen(
+    leaves: Sequence[Leaf], made: Mapping[str, Recipe]
+) -> tuple[dict[int, Recipe], list[tuple[Recipe, Recipe]]]:
+    """The recipe of each leaf that has one; and those with the ones that others of its names have.
+
+    The last name counts.
+    """
     recipes: dict[int, Recipe] = {}
     ties: list[tuple[Recipe, Recipe]] = []
     for number, leaf in enumerate(leaves):
@@ -158,13 +156,7 @@ def match(
             kept = recipes[number] = made[names.pop()]
             if names:  # A generator for each leaf would take a hundredth of the load.
                 ties += ((kept, made[other]) for other in names)
-    for kept, other in ties:
-        notes.append(f"{other.name} was not loaded: it is the same variable as {kept.name}")
-    if isinstance(wish, selection.Rules):
-        wish.warn_of_unmatched(held)
-    plain = ((a, b) for a, b in ties if a.transform.plain and b.transform.plain)
-    stray = tuple(target for _, target in claims.stray if target is not None)
-    return Matched(recipes, tuple(notes), tuple(plain), stray)
+    return recipes, ties
 
 
 def picked(index: Index, names: Names) -> frozenset[str] | None:
@@ -414,6 +406,36 @@ def _check_rules(problems: dict[str, list[str]], claims: Claims, names: Iterable
         if not family and not problems:
             errors.warn(f"mapping=: {line}")
     return [f"rules that matched nothing: {brief(spare)}"] if spare else []
+
+
+def _refuse(problems: Mapping[str, Sequence[str]], remedy: str, file: str | None) -> None:
+    """Raises MappingError if anything is wrong: lines by kind."""
+    counts = ", ".join(
+        f"{len(lines)} {kind}{'s' if len(lines) > 1 and kind.endswith(_PLURAL) else ''}"
+        for kind, lines in problems.items()
+    )
+    if counts:
+        every = tuple(f"{kind}: {line}" for kind, lines in problems.items() for line in lines)
+        names = "missing" in problems or "extra" in problems
+        raise errors.MappingError(
+            f"the checkpoint does not fit the target: {counts}",
+            file=file,
+            expected=remedy if names else None,
+            problems=every,
+        )
+
+
+def _nothing_fits(
+    index: Index, claims: Claims, held: Mapping[str, Leaf], file: str | None
+) -> errors.MappingError:
+    given = next((to for _, to in claims.stray if to), next(iter(index.tensors)))
+    close = errors.close_names(given, held) or [*held, "nothing"]
+    return errors.MappingError(
+        "nothing in the checkpoint goes into the target; mapping= says which name becomes what",
+        file=file,
+        expected=f"names like {close[0]!r}",
+        found=f"names like {given!r}",
+    )
 
 
 def _matches_part(entry: Entry, name: str) -> bool:

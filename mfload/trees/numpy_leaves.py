@@ -1,39 +1,33 @@
-"""Leaves that stay NumPy's: read on the host into their places, or arranged there.
+"""Leaves that stay NumPy's: a module whose weights are new arrays, which can be written to.
 
 Each process of a load reads its own, since nothing of them is sharded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from mfload.dtypes import DType
 from mfload.frameworks.numpy_adapter import NumpyAdapter
-from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Index
-from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader
-from mfload.mesh import base
 from mfload.options import LoadOptions
-from mfload.planning.extents import c_strides
-from mfload.planning.memory import Ledger, grouped
-from mfload.planning.request import Request, stored_bytes
-from mfload.planning.slicing import boxed
+from mfload.planning.request import Request, compact, stored_bytes
 from mfload.report import Report
 from mfload.sources.base import Source
-from mfload.trees import batches
-from mfload.trees.batches import LeafPart
-from mfload.trees.landing import Landing, Target
-from mfload.trees.recipe import Recipe, new_row
-
-_NEW = (-1,)  # Names no memory that is there.
+from mfload.trees.filling import Filling
+from mfload.trees.landing import Target
+from mfload.trees.modules import Module
+from mfload.trees.recipe import Leaf, Recipe
 
 
-class NumpyLeaves:
-    """Makes a NumPy array of each recipe, which can be written to."""
+class NumpyLeaves(Module):
+    """Makes a NumPy array of each recipe (see `modules.Module`)."""
+
+    framework = "numpy"
 
     def __init__(
         self,
@@ -42,78 +36,50 @@ class NumpyLeaves:
         recipes: Sequence[Recipe],
         options: LoadOptions,
     ) -> None:
-        self._recipes, self._memory = recipes, dict[int, Any]()
-        self._landing = Landing(self._memory)
-        self._direct: list[tuple[int, Request]] = []
-        self._arranged: list[tuple[int, LeafPart]] = []
-        for number, recipe in enumerate(recipes):
-            shape = recipe.transform.shape
-            if recipe.transform.plain:
-                row = recipe.tensors[0], recipe.landed, None, recipe.checked, _NEW
-                self._direct.append((number, new_row(Request, row)))
-            elif not self._landing.add(number, recipe, _whole(shape), c_strides(shape, 1)):
-                (part,) = batches.parts(recipe, [base.Share(0, 0, _whole(shape))])
-                self._arranged.append((number, part))
-        ledger = Ledger(options)
-        slots, self._limit = ledger.split() if self._arranged else (ledger.most, 0)
-        if self._arranged:
-            most = max((part for _, part in self._arranged), key=attrgetter("nbytes"))
-            what = "what the tensor is made of exceeds the overhead"
-            ledger.check(ledger.least(most.nbytes), what, most.recipe.name)
+        self._arrays: dict[int, Any] = {}
+        self.leaves = [
+            Leaf((recipe.name,), recipe.transform.shape, recipe.dtype, abstract=True)
+            for recipe in recipes
+        ]
         options = options.replace(allocator="mfload", max_device_overhead=None)
-        if ledger.given is not None:
-            options = options.replace(max_host_overhead=slots)
-        adapter = NumpyAdapter()
-        if self._landing.requests:
-            adapter = InPlaceAdapter(adapter, self._memory)
-        self._loader = Loader(index, sources, adapter, options)
+        self._loader = Loader(index, sources, self.adapter(), options)
+        # What is stored as it is wanted is a plain load, which costs many small ones less.
+        self._plain = [n for n, each in enumerate(recipes) if each.transform.plain]
+        rows = map(recipes.__getitem__, self._plain)
+        self._requests = compact(
+            [Request(each.tensors[0], each.landed, None, each.checked) for each in rows]
+        )
+        self._filling = Filling(self, None, None, self._loader, atomic=False)
+        self._filling.plan({n: r for n, r in enumerate(recipes) if not r.transform.plain})
 
     @property
     def stored_bytes(self) -> int:
         """Bytes of the files that they are made of."""
-        every = [request for _, request in self._direct] + self._landing.requests
-        return stored_bytes([*every, *_requests(part for _, part in self._arranged)])
+        return self._filling.stored_bytes + stored_bytes(self._requests)
 
     def run(self, report: Report, advance: Callable[[int], None] | None) -> list[Any]:
         """The arrays, in the order of the recipes."""
-        made: dict[int, Any] = {}
-        recipes = {number: self._recipes[number] for number in self._landing}
-        check_host(sum(_nbytes(recipe) for recipe in recipes.values()))
-        for number, recipe in recipes.items():
-            made[number] = array = np.empty(recipe.transform.shape, recipe.dtype.numpy)
-            self._landing.give(number, Target(array, array.ctypes.data, ()))
-        numbers = [number for number, _ in self._direct]
-        requests = [request for _, request in self._direct]
-        landed = self._load([*requests, *self._landing.requests], report, advance)
-        for number, array in zip(numbers, landed, strict=False):
-            made[number] = np.require(array, requirements="W")  # No map of a file.
-        for batch in grouped(self._arranged, self._limit, lambda each: each[1].nbytes):
-            landed = self._load([*_requests(part for _, part in batch)], report, advance)
-            each = iter(landed)
-            for number, part in batch:
-                arrays = [next(each) for _ in part.sources]
-                made[number] = np.array(part.transform.evaluate(arrays, np), order="C")
-        return [made[number] for number in range(len(made))]
-
-    def _load(
-        self, requests: Sequence[Request], report: Report, advance: Callable[[int], None] | None
-    ) -> list[Any]:
-        one = Report()
-        landed = self._loader.load(requests, report=one, advance=advance) if requests else []
+        one, made = Report(), list[Any]()
+        if self._requests:
+            made = self._loader.load(self._requests, report=one, advance=advance)
+        made = [np.require(array, requirements="W") for array in made]  # No map of a file.
         report.add(one)
-        return landed
+        self._filling.run(report, advance)
+        arrays = dict(zip(self._plain, made, strict=True))
+        arrays |= {number: new.array for number, new in self._filling.made.items()}
+        return [arrays[number] for number in range(len(self.leaves))]
 
+    def adapter(self) -> NumpyAdapter:
+        return NumpyAdapter()
 
-def _whole(shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    return tuple((0, length) for length in shape)
+    def target(self, number: int) -> Target | None:
+        array = self._arrays[number]
+        return Target(array, array.ctypes.data, ())
 
+    def empty(self, number: int, shape: tuple[int, ...], dtype: DType) -> Any:
+        self._arrays[number] = np.empty(shape, dtype.numpy)
+        return self._arrays[number]
 
-def _nbytes(recipe: Recipe) -> int:
-    return recipe.dtype.size_of(recipe.transform.shape) or 0
-
-
-def _requests(parts: Iterable[LeafPart]) -> Iterator[Request]:
-    for part in parts:
-        recipe = part.recipe
-        for info, box in part.sources:
-            yield Request(info, recipe.landed, boxed(info, box), recipe.checked, _NEW)
+    def put(self, number: int, start: tuple[int, ...], array: Any) -> None:
+        spans = zip(start, array.shape, strict=True)
+        self._arrays[number][tuple(slice(at, at + n) for at, n in spans)] = array

@@ -19,7 +19,7 @@ from mfload.planning import selection
 from mfload.trees import torch_hooks
 from mfload.trees.landing import Target
 from mfload.trees.modules import Module, New, overlapping, stored, tied, unfit
-from mfload.trees.recipe import OPEN, Leaf
+from mfload.trees.recipe import OPEN, Leaf, new_row
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)  # Tensors are asked thousands of times what they are.
 _COUNT = "num_batches_tracked"
@@ -116,7 +116,8 @@ class TorchModule(Module):
             shape = (*shape[:-1], shape[-1] * row.elements)
         # Files from before there were such counts lack them.
         optional = names[0].endswith(_COUNT) and all(name.endswith(_COUNT) for name in names)
-        return Leaf(tuple(names), shape, row, tensor, optional=optional, abstract=tensor.is_meta)
+        said = tuple(names), shape, row, tensor, None, None, optional, False, True, tensor.is_meta
+        return new_row(Leaf, (*said, ()))
 
     def _unfit(self, tensor: Any) -> str | None:
         """Why no stored tensor can become it."""
@@ -164,8 +165,7 @@ class TorchModule(Module):
             tensor = self.tensors[number]
             if type(tensor) not in _PLAIN:
                 tensor = self.local(tensor)
-        place = tensor.device
-        if place.type != "cpu" or torch_memory.device_of(place) is not None:
+        if not tensor.is_cpu or torch_memory.device_of(tensor.device) is not None:
             return None
         plain = type(tensor) in _PLAIN and tensor.layout == torch.strided
         if not plain or tensor.is_conj() or tensor.is_neg():
@@ -216,7 +216,9 @@ class TorchModule(Module):
 
     def install(self, made: Mapping[int, New], written: Iterable[int]) -> None:
         for number in written:  # Autograd refuses what it kept of the values from before.
-            torch.autograd.graph.increment_version(self.local(self.tensors[number]))
+            tensor = self.tensors[number]
+            plain = type(tensor) in _PLAIN
+            torch.autograd.graph.increment_version(tensor if plain else self.local(tensor))
         sharded: list[Any] = []
         for number, new in made.items():
             old = self.tensors[number]

@@ -30,7 +30,7 @@ from mfload.compat.dcp import HuggingFaceReader
 from mfload.frameworks import torch_memory
 from mfload.io import buffers, pread, probes
 from mfload.options import OVERHEAD
-from mfload.trees import modules
+from mfload.trees import filling
 from mfload.trees.torch_modules import TorchModule
 
 F8 = torch.float8_e4m3fn
@@ -632,7 +632,7 @@ def test_a_torn_module_is_marked_until_it_is_loaded(tmp_path: Path) -> None:
 def test_a_torn_part_of_a_module_is_torn_in_the_whole(tmp_path: Path) -> None:
     net, path = make(2), write(tmp_path / "net.safetensors", make(1), "head.weight")
     part = write(tmp_path / "part.safetensors", make(1).rnn)
-    fails = mock.patch.object(modules._Filling, "finish", side_effect=OSError)
+    fails = mock.patch.object(filling.Filling, "finish", side_effect=OSError)
     for owner, file in ((net.rnn, part), (net, path)):
         with fails, pytest.raises(OSError):
             mfload.load_into(owner, file)

@@ -24,7 +24,7 @@ import mfload
 from mfload.compat import patch
 from mfload.frameworks import private_api
 from mfload.ondemand import ExpertCache
-from mfload.trees import small_leaves
+from mfload.trees import host_leaves
 
 MESH = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 STORED = {
@@ -135,7 +135,7 @@ def test_programs_take_them_over(path: Path) -> None:
 @pytest.mark.parametrize("way", ["plain", "lent", "small", "compiled", "scaled"])
 def test_leaves_that_name_no_device(path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "compiled":
-        monkeypatch.setattr(small_leaves, "MOST", 0)
+        monkeypatch.setattr(host_leaves, "MOST", 0)
     mapping = {"plain": {"w": "w", ".*": None}, "lent": {"w": "w", ".*": None}, "scaled": SCALED}
     allocator = "framework" if way == "lent" else "auto"
     there = SingleDeviceSharding(jax.devices()[0])

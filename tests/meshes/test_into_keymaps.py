@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from samples import save
 
 import mfload
-from mfload.trees import small_leaves
+from mfload.trees import host_leaves
 
 
 def _keymaps() -> Any:
@@ -82,7 +82,7 @@ def all_axes(name: str, leaf: Any) -> P:
 @pytest.mark.parametrize("name", list(keymaps.CASES))
 def test_every_leaf_is_what_its_map_says(tmp_path, monkeypatch, name, shardings):
     if shardings in (columns, None):  # Compiled functions make them, and NumPy the others.
-        monkeypatch.setattr(small_leaves, "MOST", 0)
+        monkeypatch.setattr(host_leaves, "MOST", 0)
     case = keymaps.CASES[name]()
     target = tree({n: jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in case.expected.items()})
     made = mfload.load_into(
@@ -152,7 +152,7 @@ def test_dtypes_go_by_names_of_leaves(tmp_path):
 def test_layers_share_compilations(tmp_path, monkeypatch, small):
     """As many programs as there are distinct shapes, however many layers there are."""
     if not small:
-        monkeypatch.setattr(small_leaves, "MOST", 0)
+        monkeypatch.setattr(host_leaves, "MOST", 0)
     layers, wide = 12, 8
     stored, mapping, target = {}, {}, {}
     rng = np.random.default_rng(0)

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 import mfload
 from mfload import errors
 from mfload.io import probes
-from mfload.trees import batches, small_leaves
+from mfload.trees import batches, host_leaves
 
 W = np.arange(128 * 256, dtype=np.float32).reshape(128, 256)
 V = (np.arange(64 * 512).reshape(64, 512) % 251 - 125).astype(ml_dtypes.bfloat16)
@@ -252,7 +252,7 @@ def test_the_overhead_asked_for_a_row_that_is_large(tmp_path: Path) -> None:
 
 
 def test_what_can_not_be_cut_finely_enough(path: Path, target: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(small_leaves, "MOST", 0)
+    monkeypatch.setattr(host_leaves, "MOST", 0)
     monkeypatch.setattr(batches, "most", lambda parts: 1 << 30)
     with pytest.raises(errors.MemoryLimitError, match="is made of exceeds") as caught:
         mfload.load_into(

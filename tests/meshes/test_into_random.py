@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P, SingleDeviceSharding
 import mfload
 from mfload import errors
 from mfload.frameworks import private_api
-from mfload.trees import small_leaves
+from mfload.trees import host_leaves
 
 MESHES = [shards.mesh((8,)), shards.mesh((2, 4)), shards.mesh((2, 2, 2))]
 DTYPES = [np.float32, ml_dtypes.bfloat16, np.int16, ml_dtypes.float8_e5m2]
@@ -74,13 +74,18 @@ def loads(draw: st.DrawFn) -> Any:
 
 @settings(max_examples=40, deadline=None)
 @given(
-    loads(), st.sampled_from(["auto", "framework"]), st.sampled_from(["small", "large", "public"])
+    loads(),
+    st.sampled_from(["auto", "framework"]),
+    st.sampled_from(["small", "large", "public", "joined"]),
 )
 def test_any_rule_on_any_mesh(load: Any, allocator: Any, way: str) -> None:
     whole, arguments, result, sharding, cap = load
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         if way == "large":  # Compiled functions make it.
-            patch.setattr(small_leaves, "MOST", 0)
+            patch.setattr(host_leaves, "MOST", 0)
+        elif way == "joined":  # In one array, by threads.
+            patch.setattr(host_leaves, "_JOINED", 0)
+            patch.setattr(host_leaves, "_SHARED_OUT", 0)
         elif way == "public":  # By no private call.
             patch.setattr(private_api, "jax_placer", lambda: None)
         path = samples.save(

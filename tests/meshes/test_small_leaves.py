@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P, SingleDeviceSh
 
 import mfload
 from mfload.frameworks import private_api
-from mfload.trees import small_leaves
+from mfload.trees import host_leaves
 
 ORDERS = [range(8), range(7, -1, -1), (3, 1, 2, 0, 7, 5, 6, 4)]
 RNG = np.random.default_rng(0)
@@ -110,13 +110,13 @@ def test_what_is_scaled_or_large_is_compiled(
     """The numbers of a product do not depend on the size of its leaf."""
     stored = {name: np.full((4, size), 1e-38, np.float32) for name, size in (("a", 4), ("b", 8))}
     path = samples.save(tmp_path / "m.safetensors", stored)
-    monkeypatch.setattr(small_leaves, "MOST", 64)
+    monkeypatch.setattr(host_leaves, "MOST", 64)
     scaled = {"a|b": mfload.rule(r"\g<0>", scale=0.5)}
     made = mfload.load_into(jax.tree.map(jnp.asarray, stored), path, mapping=scaled)
     assert np.unique(made["a"]).tobytes() == np.unique(made["b"]).tobytes()
     asked: list[Any] = []
-    real = small_leaves.make
-    monkeypatch.setattr(small_leaves, "make", lambda each: real(asked.append(e) or e for e in each))
+    real = host_leaves.make
+    monkeypatch.setattr(host_leaves, "make", lambda each: real(asked.append(e) or e for e in each))
     target = {name: jnp.asarray(array.T) for name, array in stored.items()}
     made = mfload.load_into(target, path, mapping={"a|b": TURNED})
     assert [kind.shape for kind, _ in asked] == [(4, 4)]
@@ -141,3 +141,37 @@ def test_leaves_that_one_device_holds_whole(tmp_path: Path, allocator: Any) -> N
     addresses = {array.unsafe_buffer_pointer() for array in made.values()}
     assert len(addresses) == 300
     assert all(array.tobytes() == stored["w7"].tobytes() for array in made.values())
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_large_leaves_need_no_program(tmp_path: Path, devices: int) -> None:
+    """One is turned where XLA copies it, one is joined by strides; both can be donated."""
+    rng = np.random.default_rng(1)
+    stored = {f"w{n}": rng.random((512, 1024), np.float32) for n in range(4)}
+    path = samples.save(tmp_path / "m.safetensors", stored)
+    lines = {"w0": mfload.rule("turned", transpose=(1, 0))}
+    lines[r"w([123])"] = mfload.rule("stack", stack={1: 0}, transpose=(1, 0))
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("x",))
+    sharding = NamedSharding(mesh, P("x"))
+    like = {"turned": (1024, 512), "stack": (3, 1024, 512)}
+    spec = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in like.items()}
+    shardings = {"turned": sharding, "stack": NamedSharding(mesh, P(None, "x"))}
+    compiled: list[str] = []
+
+    def listen(event: str, _seconds: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        made = mfload.load_into(spec, path, mapping=lines, shardings=shardings)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == []
+    assert mfload.live_bytes() == 0
+    shards.assert_sharded(made["turned"], stored["w0"].T, shardings["turned"])
+    stack = np.stack([stored[f"w{n}"].T for n in (1, 2, 3)])
+    shards.assert_sharded(made["stack"], stack, shardings["stack"])
+    before = shards.pointers(made["stack"])
+    stepped = jax.jit(lambda x: -x, donate_argnums=0)(made["stack"])
+    assert shards.pointers(stepped) == before

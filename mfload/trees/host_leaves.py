@@ -1,7 +1,9 @@
-"""Small leaves: NumPy arranges on the host what they are made of, and one call places all shards.
+"""Leaves that are put together on the host, from where one call copies all shards to their devices.
 
-To run a compiled function costs a small leaf more than its bytes do. Values are only moved here:
-what is scaled is left to compiled functions, so that its numbers do not depend on its size.
+What is made of one tensor lands as it is stored, and XLA turns it as it copies it, with no program
+to compile. What is made of several lands by strides where it belongs in one array. Values are only
+moved here: what is scaled is left to compiled functions, so that its numbers do not depend on its
+size.
 """
 
 from __future__ import annotations
@@ -18,12 +20,21 @@ from mfload.frameworks.jax_memory import undisturbed
 from mfload.index import Box
 from mfload.mesh.base import Share
 from mfload.mesh.jax_backend import JaxBackend, arrives
+from mfload.options import OVERHEAD
+from mfload.planning.extents import c_strides
 from mfload.planning.slicing import shape_of
+from mfload.runtime import Crew, share_of_cores
 from mfload.trees.recipe import Recipe
 from mfload.trees.transforms import Transform
 
-MOST = 1 << 20
-"""Bytes of a small leaf, at most."""
+MOST = OVERHEAD
+"""Bytes of such a leaf, at most."""
+SMALL = 1 << 20
+"""The same for other devices than CPUs. To run a compiled function costs less than it saves there,
+as larger leaves are turned on the device. CPUs have leaves of which parts land in their places put
+together here up to this size as well: one call costs less than several functions."""
+_JOINED = 1 << 20  # Bytes from which on to copy once more costs more than memory of its own.
+_SHARED_OUT = 8 << 20  # Bytes of a leaf, on average, from which on several threads place them.
 
 
 class Kind(NamedTuple):
@@ -31,10 +42,12 @@ class Kind(NamedTuple):
 
     Attributes:
         reads: Numbers of tensors, and for each the box that each process takes of it.
-        transform: Makes the box that holds all shards of this process; None if it has none.
+        box: What holds all shards of this process; None if it has none.
+        transform: Makes the box of what has landed.
+        joined: Whether what it is made of lands in the box by strides, and not apart.
         cuts: The place of each of these shards in that box, and their devices.
         partly: Whether some of these shards are alike, but not all of the leaf's.
-        nbytes: What a leaf makes wait on a process, at most: as it lands, once more, and the parts.
+        nbytes: What a leaf makes wait on a process, at most: as it lands, and what NumPy copies.
         result: Bytes of the shards of this process.
     """
 
@@ -42,7 +55,9 @@ class Kind(NamedTuple):
     dtype: Any
     sharding: Any
     reads: tuple[tuple[int, tuple[Share, ...]], ...]
+    box: Box | None
     transform: Transform | None
+    joined: bool
     cuts: tuple[tuple[slice, ...], ...]
     devices: list[Any]
     partly: bool
@@ -54,50 +69,67 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
     """The kind of a leaf, which is not empty."""
     shape, dtype = arrives(recipe.dtype, recipe.transform.shape)
     shares = backend.shares(sharding, shape)
-    around: dict[int, list[tuple[int, int]]] = {}
+    around: dict[int, Box] = {}
     for process, _, box in shares:
         pairs = zip(around.get(process, box), box, strict=True)
-        around[process] = [(min(a, c), max(b, d)) for (a, b), (c, d) in pairs]
+        around[process] = tuple([(min(a, c), max(b, d)) for (a, b), (c, d) in pairs])
     reads: dict[int, list[Share]] = {}
     waits: Counter[int] = Counter()
-    mine = None
+    mine, joined = None, False
     for process, hull in around.items():
-        transform, found = recipe.transform.part(tuple(hull))
+        transform, found = recipe.transform.part(hull)
         for number, box in found:
             reads.setdefault(number, []).append(Share(process, 0, box))
-            waits[process] += 2 * (recipe.landed.size_of(shape_of(box)) or 0)
+            waits[process] += recipe.landed.size_of(shape_of(box)) or 0
+        strided = transform.places(c_strides(shape_of(hull), 1)) is not None
         if process == backend.rank:
             mine = transform
+            large = (recipe.dtype.size_of(shape_of(hull)) or 0) >= _JOINED
+            alone = len(around) == 1 and recipe.landed.elements == 1
+            joined = large and alone and strided and len(found) > 1
+        if not (joined or (strided and len(found) == 1)):  # Then NumPy shows it without a copy.
+            waits[process] *= 2
     cuts: list[Any] = []
     devices: list[Any] = []
     boxes: set[Box] = set()
     result = 0
     for process, number, box in shares:
-        nbytes = recipe.dtype.size_of(shape_of(box)) or 0
-        waits[process] += nbytes
         if process == backend.rank:
             pairs = zip(box, around[process], strict=True)
             # With an ellipsis NumPy gives an array also of no dims.
             cuts.append((*(slice(a - at, b - at) for (a, b), (at, _) in pairs), ...))
             devices.append(backend.device(number))
             boxes.add(box)
-            result += nbytes
+            result += recipe.dtype.size_of(shape_of(box)) or 0
     partly = len(boxes) < len(cuts) and not sharding.is_fully_replicated
+    if partly:
+        for process, _, box in shares:
+            waits[process] += recipe.dtype.size_of(shape_of(box)) or 0
     taken = tuple((number, tuple(held)) for number, held in sorted(reads.items()))
-    most = max(waits.values())
-    return Kind(shape, dtype, sharding, taken, mine, tuple(cuts), devices, partly, most, result)
+    given = shape, dtype, sharding, taken, around.get(backend.rank), mine, joined
+    return Kind(*given, tuple(cuts), devices, partly, max(waits.values()), result)
 
 
 def make(leaves: Iterable[tuple[Kind, Sequence[Any]]]) -> list[Any]:
     """The array of each leaf, in memory of JAX's, from the NumPy arrays that it is made of."""
-    with undisturbed():
-        return [_make(kind, arrays) for kind, arrays in leaves]
+    every = list(leaves)
+    if sum(kind.result for kind, _ in every) < _SHARED_OUT * len(every):
+        with undisturbed():
+            return [_make(kind, arrays) for kind, arrays in every]
+    made: list[Any] = [None] * len(every)
+
+    def place(number: int) -> None:
+        with undisturbed():
+            made[number] = _make(*every[number])
+
+    Crew().share(place, len(every), share_of_cores())
+    return made
 
 
 def _make(kind: Kind, arrays: Sequence[Any]) -> Any:
-    shape, dtype, sharding, _, transform, cuts, devices, partly, *_ = kind
+    shape, dtype, sharding, _, _, transform, joined, cuts, devices, partly, *_ = kind
     assert transform is not None
-    whole = transform.evaluate(arrays, np)
+    whole = arrays[0] if joined else transform.evaluate(arrays, np)
     parts = [whole[cut] for cut in cuts]
     if partly:  # XLA refuses parts that share memory, unless all do.
         parts = [np.array(part) for part in parts]
