@@ -10,7 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from mfload.io.subprocess_probe import Answer, ask
+from mfload.io.subprocess_probe import Probed, ask
 
 _SMI = {
     "driver_version": "driver",
@@ -33,7 +33,7 @@ def look() -> dict[str, Any] | str:
     return _judged(ask("mfload.diagnostics.probe", "cuda", timeout=_TIMEOUT))
 
 
-def _judged(answer: Answer) -> dict[str, Any] | str:
+def _judged(answer: Probed) -> dict[str, Any] | str:
     if answer.trouble:
         return f"the driver does not answer: {answer.trouble}"
     if "error" in answer.data:

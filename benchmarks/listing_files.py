@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from benchmarks.subject import Subject
 from mfload import dtypes
-from mfload.bench.ceilings import Extent
+from mfload.bench.ceilings import ByteRange
 from mfload.index import Piece, TensorInfo
 from mfload.saving import layout
 
@@ -47,7 +47,7 @@ def write(folder: Path, shards: int, tensors: int, columns: int, words: str, sho
     folder.mkdir(parents=True)
     placed: dict[str, str] = {}
     files: list[str] = []
-    headers: list[Extent] = []
+    headers: list[ByteRange] = []
     nbytes = 0
     for shard in range(shards):
         entries = [
@@ -68,13 +68,13 @@ def write(folder: Path, shards: int, tensors: int, columns: int, words: str, sho
             os.fsync(file.fileno())
         placed |= {entry.name: path.name for entry in entries}
         files.append(str(path))
-        headers.append(Extent(str(path), 0, len(laid.header)))
+        headers.append(ByteRange(str(path), 0, len(laid.header)))
         nbytes += laid.size - len(laid.header)
     where = Path(files[0])
     if shards > 1:
         where = folder / "model.safetensors.index.json"
         where.write_text(json.dumps({"metadata": {"total_size": nbytes}, "weight_map": placed}))
-        headers.append(Extent(str(where), 0, where.stat().st_size))
+        headers.append(ByteRange(str(where), 0, where.stat().st_size))
     subject = Subject(str(where), files, headers, 0, len(placed))
     return Listed(subject, words, short, nbytes)
 

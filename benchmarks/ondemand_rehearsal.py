@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mfload.io.buffers import Bytes
-    from mfload.io.gather import Gather, Reads
+    from mfload.io.gather import Gather, ReadColumns
     from mfload.ondemand.cache import Numbers
 
 C = TypeVar("C")
@@ -34,7 +34,7 @@ class _Counter:
         self.name, self.why, self.unit = gather.name, gather.why, gather.unit
         self.batches: list[tuple[int, int]] = []
 
-    def read(self, reads: Reads) -> None:
+    def read(self, reads: ReadColumns) -> None:
         self.batches.append((len(reads), int(reads.nbytes.sum())))
 
     def stop(self) -> None:

@@ -46,7 +46,7 @@ from mfload import dtypes, ondemand, sources
 from mfload.formats import safetensors
 from mfload.index import Piece, TensorInfo
 from mfload.io import buffers
-from mfload.io.gather import Gather, Reads, open_gather
+from mfload.io.gather import Gather, ReadColumns, open_gather
 from mfload.ondemand.policies import Window
 from mfload.ondemand.rows import RowCache
 from mfload.options import Options
@@ -110,7 +110,7 @@ class Disk:
     def read(self, offset: Any, address: Any, nbytes: Any) -> None:
         """Reads ranges to addresses, all at once."""
         start = time.perf_counter()
-        self.gather.read(Reads.of(0, offset, address, nbytes))
+        self.gather.read(ReadColumns.of(0, offset, address, nbytes))
         self.seconds += time.perf_counter() - start
         self.nbytes += int(np.broadcast_to(nbytes, np.shape(address)).sum())
 
@@ -308,7 +308,7 @@ class Bundled(Subject):
         gather = direct(self.cache._store.gather)  # pyright: ignore[reportPrivateUsage]
         real = gather.read
 
-        def read(reads: Reads) -> None:
+        def read(reads: ReadColumns) -> None:
             start = time.perf_counter()
             real(reads)
             self.disk.seconds += time.perf_counter() - start

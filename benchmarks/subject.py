@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from mfload.bench.ceilings import Extent
+from mfload.bench.ceilings import ByteRange
 
 
-def whole(paths: Iterable[str]) -> list[Extent]:
+def whole(paths: Iterable[str]) -> list[ByteRange]:
     """Files from their first byte to their last."""
-    return [Extent(path, 0, os.stat(path).st_size) for path in paths]
+    return [ByteRange(path, 0, os.stat(path).st_size) for path in paths]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Subject:
 
     path: str | list[str]
     files: list[str]
-    extents: list[Extent]
+    extents: list[ByteRange]
     nbytes: int
     tensors: int
     names: list[str] | None = None

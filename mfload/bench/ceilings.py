@@ -25,7 +25,7 @@ _ALIGN = 4096  # The strictest that O_DIRECT asks of offsets, lengths and addres
 _GAP = 64 << 10  # Bytes between two tensors that are read over rather than left out.
 
 
-class Extent(NamedTuple):
+class ByteRange(NamedTuple):
     """Bytes `start` to `stop` of one file."""
 
     path: str
@@ -33,14 +33,14 @@ class Extent(NamedTuple):
     stop: int
 
 
-def extents_of(index: Index, rows: Sequence[TensorInfo]) -> list[Extent]:
+def extents_of(index: Index, rows: Sequence[TensorInfo]) -> list[ByteRange]:
     """The extents that hold these tensors, in file order; those that nearly touch are joined."""
     pieces = [piece for row in rows for piece in row.pieces if piece.nbytes]
     ranges = (block for block, _ in joined(pieces, _GAP, sys.maxsize))
-    return [Extent(index.files[n], start, start + nbytes) for n, start, nbytes, *_ in ranges]
+    return [ByteRange(index.files[n], start, start + nbytes) for n, start, nbytes, *_ in ranges]
 
 
-def paths_of(extents: Iterable[Extent]) -> list[str]:
+def paths_of(extents: Iterable[ByteRange]) -> list[str]:
     """The files, each once."""
     return list(dict.fromkeys(extent.path for extent in extents))
 
@@ -101,7 +101,7 @@ class Bytes(NamedTuple):
     memory: Any
 
 
-def read(extents: Sequence[Extent], pattern: Pattern) -> Bytes:
+def read(extents: Sequence[ByteRange], pattern: Pattern) -> Bytes:
     """Reads extents into memory: whole pages, side by side."""
     blocks: list[tuple[str, int, int, int]] = []
     places: list[tuple[int, int]] = []

@@ -11,7 +11,7 @@ from collections import Counter
 from typing import Any
 
 from mfload.bench import loaders, machine
-from mfload.bench.ceilings import Extent
+from mfload.bench.ceilings import ByteRange
 from mfload.bench.loaders import Job, touch
 from mfload.report import Report
 
@@ -28,7 +28,7 @@ def measure(job: Job) -> dict[str, Any]:
     made = loader.run({**job, **first})
     touch(loader.spans(made))
     del made
-    extents = [Extent(*each) for each in job["extents"]]
+    extents = [ByteRange(*each) for each in job["extents"]]
     report = Report() if loader.kind == "mfload" else None
     machine.prepare(extents, job["nbytes"], cold=job["cold"])
     gc.collect()

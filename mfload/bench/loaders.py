@@ -18,7 +18,7 @@ import numpy as np
 
 from mfload import dlpack, frameworks
 from mfload.bench import ceilings
-from mfload.bench.ceilings import Extent
+from mfload.bench.ceilings import ByteRange
 from mfload.report import Report
 from mfload.saving import export
 
@@ -81,7 +81,7 @@ def find(name: str) -> BenchLoader:
 
 
 def _read(pattern: ceilings.Pattern, job: Job, _: object) -> ceilings.Bytes:
-    return ceilings.read([Extent(*each) for each in job["extents"]], pattern)
+    return ceilings.read([ByteRange(*each) for each in job["extents"]], pattern)
 
 
 def ours(framework: str, engine: str = "auto") -> BenchLoader:

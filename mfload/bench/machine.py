@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mfload.bench.ceilings import MIB, Extent, Pattern, paths_of, read
+from mfload.bench.ceilings import MIB, ByteRange, Pattern, paths_of, read
 from mfload.diagnostics import host
 from mfload.io import probes
 
@@ -27,7 +27,7 @@ class UnfitError(Exception):
     """The page cache can't be brought into the state that a measurement needs."""
 
 
-def cached_share(extents: Sequence[Extent]) -> float | None:
+def cached_share(extents: Sequence[ByteRange]) -> float | None:
     """The share of the extents that is cached, 0 to 1. None: the kernel does not say."""
     nbytes = cached = 0.0
     for path, start, stop in extents:
@@ -40,7 +40,7 @@ def cached_share(extents: Sequence[Extent]) -> float | None:
     return cached / max(1.0, nbytes)
 
 
-def fill_or_drop(extents: Sequence[Extent], *, cold: bool) -> None:
+def fill_or_drop(extents: Sequence[ByteRange], *, cold: bool) -> None:
     """Reads the extents until the page cache holds all of them, or has it forget their files.
 
     Raises UnfitError if it does not.
@@ -139,7 +139,7 @@ def prime(nbytes: int) -> bool:
     return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
-def prepare(extents: Sequence[Extent], nbytes: int, *, cold: bool, primed: bool = True) -> None:
+def prepare(extents: Sequence[ByteRange], nbytes: int, *, cold: bool, primed: bool = True) -> None:
     """Empties the page cache of the extents or fills it, and has memory for a load ready."""
     fill_or_drop(extents, cold=cold)
     if primed:

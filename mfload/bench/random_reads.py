@@ -25,7 +25,7 @@ from mfload.bench import machine
 from mfload.bench.measuring import Watch
 from mfload.diagnostics import host
 from mfload.io import buffers
-from mfload.io.gather import Gather, Reads, open_gather
+from mfload.io.gather import Gather, ReadColumns, open_gather
 from mfload.io.subprocess_probe import ask
 from mfload.report import human
 from mfload.sources.local import LocalFile
@@ -175,7 +175,7 @@ def _point(
         source = np.searchsorted(ends, drawn, "right")
         offset = (drawn - (ends - sizes // block)[source]) * block
         address = memory.ctypes.data + np.arange(count) % depth * block
-        reads = Reads.of(source, offset, address, np.full(count, block))
+        reads = ReadColumns.of(source, offset, address, np.full(count, block))
         before, start = time.process_time(), time.perf_counter()
         gather.read(reads)
         if warm:

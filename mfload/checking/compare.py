@@ -64,7 +64,7 @@ class Pair(NamedTuple):
         most = max(element_bits(info) for info in self)
         return max(_WHOLE, scanning.BLOCK * 8 // most // _WHOLE * _WHOLE)
 
-    def parts(self, first: int = 0, *sides: Piece) -> Iterator[Part]:
+    def parts(self, first: int = 0, *sides: Piece) -> Iterator[PairRange]:
         """Parts, of which the larger side has at most the bytes of a block.
 
         `sides` are where the elements from `first` on lie. Default: where all of them are stored.
@@ -77,7 +77,7 @@ class Pair(NamedTuple):
             for piece, width in zip(sides, bits, strict=True):
                 low, high = start * width // 8, min(count, start + step) * width // 8
                 cut.append(Piece(piece.source, piece.offset + low, high - low))
-            yield Part(self, first + start, *cut)
+            yield PairRange(self, first + start, *cut)
 
 
 def pairs(left: Iterable[TensorInfo], right: Iterable[TensorInfo]) -> Iterator[Pair]:
@@ -86,7 +86,7 @@ def pairs(left: Iterable[TensorInfo], right: Iterable[TensorInfo]) -> Iterator[P
     return (Pair(info, other) for info in left if (other := others.get(info.name)) is not None)
 
 
-class Part(NamedTuple):
+class PairRange(NamedTuple):
     """Elements of a pair from `first` on, and where their bytes lie, in files or in memory."""
 
     pair: Pair
@@ -120,7 +120,7 @@ class Comparison:
         self.nbytes = self.read_bytes = 0
         self._left, self._right, self._by_value = left, right, values
         self._tolerance, self._lock = tolerance, threading.Lock()
-        self._parts: list[Part] = []
+        self._parts: list[PairRange] = []
         self._apart: list[Pair] = []
         for pair in self.pairs:
             nbytes, others = pair.left.nbytes, pair.right.nbytes
@@ -129,7 +129,7 @@ class Comparison:
             if not pair.simple:
                 self._apart.append(pair)
             elif 0 < nbytes <= scanning.BLOCK and others <= scanning.BLOCK:
-                self._parts.append(Part(pair, 0, pair.left.pieces[0], pair.right.pieces[0]))
+                self._parts.append(PairRange(pair, 0, pair.left.pieces[0], pair.right.pieces[0]))
             else:
                 self._parts += pair.parts()
 
@@ -166,7 +166,7 @@ class Comparison:
             ours, theirs = ((stop - first) * width // 8 for width in bits)
             what = f"a tensor that can't be compared in parts is larger than {ledger.name} allows"
             ledger.check(2 * max(ours, theirs), what, pair.left.name, "at least {}")
-            part = Part(pair, first, Piece(0, 0, ours), Piece(0, ours, theirs))
+            part = PairRange(pair, first, Piece(0, 0, ours), Piece(0, ours, theirs))
             costs = self._left[0].costs._replace(span=most)
             yield lots.landed([*left, *right], ours, costs, key=part)
 

@@ -29,7 +29,7 @@ from mfload.planning.memory import Ledger
 from mfload.planning.request import Request
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.sources.base import Source
 
 _LANDED = 8  # Of the overhead: a lot that is put together in memory, and what reads it.
@@ -47,7 +47,7 @@ class Copier:
     def __init__(
         self,
         drafts: Sequence[Draft],
-        layouts: Sequence[Layout],
+        layouts: Sequence[FileLayout],
         sources: Sequence[Source],
         how: LoadOptions,
         hasher: Hasher,
@@ -99,7 +99,7 @@ class Copier:
             self._journal.add(block, written[block])
 
 
-def _raw(layouts: Sequence[Layout], gap: int) -> Iterator[Lot]:
+def _raw(layouts: Sequence[FileLayout], gap: int) -> Iterator[Lot]:
     """Lots of the bytes that stay as they are."""
     parts = [part for number, made in enumerate(layouts) for part in _parts(number, made)]
     for block, numbers in joined([old for old, _ in parts], gap, BLOCK):
@@ -114,7 +114,7 @@ def _raw(layouts: Sequence[Layout], gap: int) -> Iterator[Lot]:
         yield lots.raw(block, key=key)
 
 
-def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Block]]:
+def _parts(number: int, made: FileLayout) -> Iterator[tuple[Piece, Block]]:
     """Raw parts of the old files, and where each goes: cut where the blocks of the new file end.
 
     Tensors that stay neighbours go together.
@@ -138,7 +138,7 @@ def _parts(number: int, made: Layout) -> Iterator[tuple[Piece, Block]]:
             yield Piece(source, offset + new.offset - at, new.nbytes), new
 
 
-def _landed(number: int, made: Layout, how: LoadOptions, costs: Costs) -> Iterator[Lot]:
+def _landed(number: int, made: FileLayout, how: LoadOptions, costs: Costs) -> Iterator[Lot]:
     """Lots of what is put together in memory: small tensors in a block of a draft go together."""
     ledger, at = Ledger(how), len(made.header)
     costs = costs._replace(span=ledger.share(_LANDED))

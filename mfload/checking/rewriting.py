@@ -36,7 +36,7 @@ from mfload.progress import Progress, shown
 from mfload.saving import layout, manifests
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.saving.publishing import SaveTarget
 from mfload.sources import PathOrBytes
 from mfload.sources.memory import MemorySource
@@ -53,7 +53,7 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class Rewrite:
     """How a checkpoint is rewritten.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Rewrite:
         notes: What is worth knowing, in order.
     """
 
-    def __init__(self, source: Any, target: Any, wishes: Wishes, how: LoadOptions) -> None:
+    def __init__(self, source: Any, target: Any, wishes: Rewrite, how: LoadOptions) -> None:
         self.wishes, self._source, self._how = wishes, source, how
         self.index, self.sources = checkpoint.read_every(source, how)
         self.found = found = discovery.find(source, how)
@@ -137,7 +137,7 @@ class _Rewrite:
                     found=row.dtype.name,
                 )
 
-    def _layouts(self, *, each_file: bool) -> list[Layout]:
+    def _layouts(self, *, each_file: bool) -> list[FileLayout]:
         wishes, rows, ranked = self.wishes, self.rows, self.wishes.change is None
         if wishes.limit is not None or len(self.sources) == 1 or not each_file:
             parts = layout.split(rows, wishes.limit, ranked=ranked)
@@ -215,7 +215,7 @@ class _Rewrite:
 def rewrite(
     source: PathOrBytes | Sequence[PathOrBytes],
     target: str | os.PathLike[str] | None,
-    wishes: Wishes,
+    wishes: Rewrite,
 ) -> tuple[Any, ...]:
     """Rewrites a checkpoint; returns the values of `Saved`."""
     start = time.perf_counter()

@@ -18,7 +18,7 @@ from mfload.options import LoadOptions, started
 from mfload.planning.blocks import Block, Lot
 from mfload.planning.lots import cut, raw
 from mfload.saving.drafts import Draft
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.saving.manifests import as_text
 
 
@@ -82,7 +82,7 @@ class Seal:
     def manifest(
         self,
         drafts: Sequence[Draft],
-        layouts: Sequence[Layout],
+        layouts: Sequence[FileLayout],
         how: LoadOptions | None = None,
         advance: Advance = None,
     ) -> bytes | None:
@@ -146,7 +146,7 @@ class _ReadBack(NamedTuple):
     """Place of what is read of the drafts; compares each range with what was written there."""
 
     drafts: Sequence[Draft]
-    layouts: Sequence[Layout]
+    layouts: Sequence[FileLayout]
     hasher: Hasher
     new: Callable[..., Any]
 

@@ -210,21 +210,21 @@ def _how(row: TensorInfo) -> str:
 
 
 @dataclass(slots=True)
-class _Node:
+class _Prefix:
     """A dotted prefix of names, and the tensor of that very name if there is one."""
 
     tensors: int = 0
     nbytes: int = 0
     row: TensorInfo | None = None
-    below: dict[str, _Node] = field(default_factory=dict[str, "_Node"])
+    below: dict[str, _Prefix] = field(default_factory=dict[str, "_Prefix"])
 
 
 def _tree(rows: Iterable[TensorInfo], depth: int | None, shown: Callable[[int], str]) -> Listing:
-    root = _Node()
+    root = _Prefix()
     for row in rows:
         node = root
         for part in row.name.split(".", _DEEPEST):
-            node = node.below.setdefault(part, _Node())
+            node = node.below.setdefault(part, _Prefix())
             node.tensors += 1
             node.nbytes += row.nbytes
         node.row = row
@@ -233,7 +233,9 @@ def _tree(rows: Iterable[TensorInfo], depth: int | None, shown: Callable[[int], 
     return ["tensors", "bytes", "name"], lines, [0, 1]
 
 
-def _branches(node: _Node, depth: int, indent: str | None = None) -> Iterator[tuple[str, _Node]]:
+def _branches(
+    node: _Prefix, depth: int, indent: str | None = None
+) -> Iterator[tuple[str, _Prefix]]:
     """What lies below a node, drawn; one with a single node below and nothing else is joined."""
     items = list(node.below.items())
     for number, (name, child) in enumerate(items, 1):

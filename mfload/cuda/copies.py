@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from mfload.cuda.device import Device, Event, Rows, Stream
+from mfload.cuda.device import Device, DeviceRows, DeviceStream, Event
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io.pread import put
 from mfload.planning.blocks import Block, Copy, Segment
@@ -64,7 +64,7 @@ class DeviceCopier:
     def __init__(
         self,
         memory: list[Any],
-        streams: dict[str, Stream],
+        streams: dict[str, DeviceStream],
         near: Device | None = None,
     ) -> None:
         self._memory, self._streams, self._near = memory, streams, near
@@ -77,7 +77,7 @@ class DeviceCopier:
         for what is prepared, enough for the largest segment. Both are free again when the events
         are done.
         """
-        used: dict[str, Stream] = {}
+        used: dict[str, DeviceStream] = {}
         prepared: dict[object, Any] = {}
         whole = left = spare
         narrow, there = 1 if spare is None else _NARROW, isinstance(landed, DeviceBuffer)
@@ -107,7 +107,7 @@ class DeviceCopier:
                     left = whole
                 prepared[key], left = left[:nbytes], left[_in_lines(nbytes) :]
                 put(landed[first:], segment, prepared[key], 0)
-            stream.copy_in(target, segment.at, prepared[key], Rows.one(prepared[key].nbytes))
+            stream.copy_in(target, segment.at, prepared[key], DeviceRows.one(prepared[key].nbytes))
         if not replicas:
             return [stream.record() for stream in used.values()]
         marks = {name: stream.record() for name, stream in used.items()}
@@ -119,7 +119,7 @@ class DeviceCopier:
             if to != of and pair not in behind:
                 stream.wait(marks[of])
             behind.add(pair)
-            stream.copy_within(target, segment.at, source, first.at, Rows.one(segment.landed))
+            stream.copy_within(target, segment.at, source, first.at, DeviceRows.one(segment.landed))
         late = {to for to, _ in behind}
         return [each.record() if name in late else marks[name] for name, each in used.items()]
 
@@ -127,7 +127,7 @@ class DeviceCopier:
         memory = self._memory[segment.buffer]
         return memory.device if isinstance(memory, DeviceBuffer) else None
 
-    def _stream(self, device: Device) -> Stream:
+    def _stream(self, device: Device) -> DeviceStream:
         if device.name not in self._streams:
             self._streams[device.name] = device.stream()
         return self._streams[device.name]
@@ -183,17 +183,17 @@ def joined(segments: Sequence[Segment]) -> Sequence[Segment]:
     return [*made, Segment(start, nbytes, into, place)] if nbytes else made
 
 
-def as_rows(segment: Segment, narrow: int) -> Rows | None:
+def as_rows(segment: Segment, narrow: int) -> DeviceRows | None:
     """The rows that a device copies of a segment; None if NumPy prepares it, as narrower rows."""
     copy = segment.copy
     if copy is None:
-        return Rows.one(segment.nbytes)
+        return DeviceRows.one(segment.nbytes)
     found = rows(copy) if copy.source == copy.target else None
     return None if found and found.count > 1 and found.nbytes < narrow else found
 
 
 @functools.lru_cache(4096)
-def rows(copy: Copy) -> Rows | None:
+def rows(copy: Copy) -> DeviceRows | None:
     """A copy without conversion as rows counted from `copy.start`; None if it is not rows alone."""
     nbytes = copy.source.itemsize
     count, pitch = 1, 0
@@ -210,7 +210,7 @@ def rows(copy: Copy) -> Rows | None:
             count *= size
         else:
             return None
-    return Rows(count, nbytes, pitch or nbytes)
+    return DeviceRows(count, nbytes, pitch or nbytes)
 
 
 def _prepared_bytes(copy: Copy) -> int:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.cuda import discovery
-from mfload.cuda.device import CUDA, Device, Stream
+from mfload.cuda.device import CUDA, Device, DeviceStream
 from mfload.cuda.memory import DeviceBuffer
 from mfload.planning.blocks import Block
 from mfload.sources.base import Source, shrunk
@@ -82,7 +82,7 @@ class CufileReader:
         self._path = source.name
         self._device = device
         self._handle: Any = None
-        self._stream: Stream | None = None
+        self._stream: DeviceStream | None = None
         kvikio = _kvikio(device)
         self._file = source.open()
         try:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from mfload import errors
-from mfload.cuda.device import CUDA, Device, MemoryInfo, Rows
+from mfload.cuda.device import CUDA, Device, DeviceRows, MemoryInfo
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io import probes
 from mfload.planning.layout import DEVICE_ALIGNMENT
@@ -93,7 +93,7 @@ class CupyDevice:
         return MemoryInfo(free if room is None else min(total, room[0]), total)
 
     def allocate(self, nbytes: int) -> DeviceBuffer:
-        memory = _Memory(self, nbytes)
+        memory = _CudaMemory(self, nbytes)
         return DeviceBuffer(self, memory.address, nbytes, memory)
 
     def pin(self, array: Any) -> None:
@@ -167,7 +167,7 @@ class CupyDevice:
             raise self.failed(call, status, f"the driver's error {status}")
 
 
-class _Memory:
+class _CudaMemory:
     """Owner of memory from `cudaMalloc` itself, not from CuPy's pool.
 
     `cudaFree` waits for all work on the device, so no kernel loses the memory that it works on; a
@@ -242,20 +242,20 @@ class _CupyStream:
             "streamCreateWithFlags", device.runtime.streamNonBlocking
         )
 
-    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
+    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: DeviceRows) -> None:
         brief = self._device.brief
         self._copy(target.address + at, source.ctypes.data, rows, brief)
 
     def copy_within(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
+        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: DeviceRows
     ) -> None:
         self._copy(target.address + at, source.address + start, rows, brief=True)
 
     def copy_out(self, target: Any, source: DeviceBuffer, start: int) -> None:
-        rows = Rows.one(target.nbytes)
+        rows = DeviceRows.one(target.nbytes)
         self._copy(target.ctypes.data, source.address + start, rows, brief=False)
 
-    def _copy(self, target: int, source: int, rows: Rows, brief: bool) -> None:
+    def _copy(self, target: int, source: int, rows: DeviceRows, brief: bool) -> None:
         stream, kind = self._open(), self._device.runtime.memcpyDefault
         count, nbytes, pitch = rows.count, rows.nbytes, rows.pitch
         if not count * nbytes:

@@ -25,7 +25,7 @@ class MemoryInfo(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class DeviceRows:
     """Rows of bytes with gaps between them in the source, and none in the target."""
 
     count: int
@@ -33,9 +33,9 @@ class Rows:
     pitch: int  # Bytes from the start of one row to that of the next in the source.
 
     @staticmethod
-    def one(nbytes: int) -> Rows:
+    def one(nbytes: int) -> DeviceRows:
         """Contiguous bytes, as one row."""
-        return Rows(1, nbytes, nbytes)
+        return DeviceRows(1, nbytes, nbytes)
 
 
 class Event(Protocol):
@@ -49,7 +49,7 @@ class Event(Protocol):
         """Returns when it is (see `done`); other threads run meanwhile."""
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Work for a device, done in order. Every call but `synchronize` and `close` returns at once.
 
     Used by one thread at a time; any thread may ask and wait for events. Every call raises
@@ -64,11 +64,11 @@ class Stream(Protocol):
         """CUDA's own name of it, for libraries that give it work."""
         ...
 
-    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
+    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: DeviceRows) -> None:
         """Copies rows out of a contiguous uint8 array, page-locked by `pin` of a device like it."""
 
     def copy_within(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
+        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: DeviceRows
     ) -> None:
         """Copies rows out of memory of this or another device."""
 
@@ -128,7 +128,7 @@ class Device(Protocol):
     def unpin(self, array: Any) -> None:
         """Unlocks what `pin` locked, once no copy reads from it. Never raises."""
 
-    def stream(self) -> Stream:
+    def stream(self) -> DeviceStream:
         """A new stream, which waits for no other."""
         ...
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mfload import errors
 from mfload.cuda import memory
 from mfload.cuda.copies import Methods
-from mfload.cuda.device import Device, Event, Stream
+from mfload.cuda.device import Device, DeviceStream, Event
 from mfload.io import buffers
 from mfload.io.engine import Share
 from mfload.planning.blocks import Block
@@ -142,7 +142,7 @@ class Kit:
     def __init__(self) -> None:
         self.slots: list[Any] = []
         self.past: list[Any] = []
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, DeviceStream] = {}
         self._aside = 0, 0
 
     @property

@@ -15,7 +15,7 @@ from mfload.cuda.cufile import MEANINGS, error_code
 from mfload.diagnostics.findings import Finding, number, text
 from mfload.diagnostics.host import Mount, installed, virtual
 from mfload.io.route import Leg
-from mfload.io.subprocess_probe import Answer
+from mfload.io.subprocess_probe import Probed
 from mfload.report import human
 
 _CPUS = 1 << 16  # More than any kernel is built for.
@@ -28,7 +28,7 @@ _CUFILE_KINDS = ("ext4", "xfs", "nfs", "nfs4", "lustre", "wekafs", "beegfs", "gp
                  "panfs", "virtiofs")  # fmt: skip
 
 
-def look(root: Path, answer: Answer) -> Iterator[Finding]:
+def look(root: Path, answer: Probed) -> Iterator[Finding]:
     """Findings about driver and devices, given the answer of the probe."""
     if answer.trouble:
         advice = "see dmesg for lines of NVRM and Xid; reload the driver, or restart the machine"
@@ -96,7 +96,7 @@ def _device(root: Path, device: dict[str, Any]) -> Finding:
     return Finding(device["pci"], ", ".join(parts), "; ".join(advice), data)
 
 
-def cupy(answer: Answer | None) -> Finding:
+def cupy(answer: Probed | None) -> Finding:
     """The finding about CuPy, given the answer of its probe; None if it is not installed."""
     if answer is None:
         advice = "pip install cupy-cuda13x: loads onto the GPU go through host arrays without it"

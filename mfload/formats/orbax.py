@@ -121,7 +121,7 @@ def _item(directory: str, source: int, front: str = "", single: bool = False) ->
     strings = read_table(os.path.join(directory, _STRINGS))
     tree, paths = _tree(tree_file, metadata, strings, front)
     values, files = _values(directory)
-    store = zarr.Store(values, [tree_file, *files], source)
+    store = zarr.ZarrStore(values, [tree_file, *files], source)
     held, problems = {*store.arrays()}, list[str]()
     missing = [name for name in paths if name not in held]
     if missing:
@@ -185,7 +185,7 @@ def _tree(
     if not isinstance(entries, dict):
         raise bad(file, "malformed tree", None, "tree_metadata", brief(entries))
     paths: dict[str, tuple[str, ...]] = {}
-    top = _Node()
+    top = _TreeNode()
     for label, entry in entries.items():
         try:
             keys = [(each["key"], each["key_type"]) for each in entry["key_metadata"]]
@@ -217,8 +217,8 @@ def _tree(
             return leaf, paths
         node: Any = top
         for key in keys[:-1]:
-            node = node.setdefault(key, _Node())
-            if not isinstance(node, _Node):
+            node = node.setdefault(key, _TreeNode())
+            if not isinstance(node, _TreeNode):
                 raise bad(file, "a leaf of the tree has leaves below it", name)
         if not keys or keys[-1] in node:
             raise bad(file, "a leaf of the tree has leaves below it, or is given twice", name)
@@ -226,13 +226,13 @@ def _tree(
     return _plain(file, top, ()), paths
 
 
-class _Node(dict[tuple[str, int], Any]):
+class _TreeNode(dict[tuple[str, int], Any]):
     """A node of a tree, by the keys of what is below and their kinds."""
 
 
 def _plain(file: Source, node: Any, path: tuple[str, ...]) -> Any:
     """The list or dict of a node."""
-    if not isinstance(node, _Node):
+    if not isinstance(node, _TreeNode):
         return node
     made = {key: _plain(file, each, (*path, key)) for (key, _), each in node.items()}
     kinds = {kind for _, kind in node}

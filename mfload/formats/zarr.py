@@ -25,7 +25,7 @@ from mfload.formats.zarr_metadata import (
     Array,
     Codecs,
     Coords,
-    Sharding,
+    ShardingCodec,
     fill_bytes,
     parse,
 )
@@ -37,7 +37,7 @@ _ABSENT = (1 << 64) - 1
 _NUMBER = re.compile(r"0|[1-9]\d{0,17}")
 
 
-class Store:
+class ZarrStore:
     """Values by key, and the sources they lie in.
 
     Attributes:
@@ -106,7 +106,7 @@ class Store:
         return number
 
 
-def read(store: Store, name: str) -> TensorInfo:
+def read(store: ZarrStore, name: str) -> TensorInfo:
     """The tensor of an array.
 
     Raises:
@@ -160,7 +160,7 @@ def _boxed(cells: Box, size: Coords, within: Box) -> Box:
 
 
 def _chunk(
-    store: Store, array: Array, codecs: Codecs, chunk: Coords, box: Box, value: Value
+    store: ZarrStore, array: Array, codecs: Codecs, chunk: Coords, box: Box, value: Value
 ) -> Piece:
     """The piece of a chunk that holds a box."""
     made = [math.prod(chunk) * array.dtype.nbytes]
@@ -198,7 +198,7 @@ def _chunk(
 
 
 def _shard(
-    store: Store, array: Array, sharding: Sharding, box: Box, value: Value
+    store: ZarrStore, array: Array, sharding: ShardingCodec, box: Box, value: Value
 ) -> Iterator[Piece]:
     """The pieces of the inner chunks of a shard that holds a box."""
     inner = sharding.chunk
@@ -238,7 +238,7 @@ def _shard(
 
 
 def _filled(
-    store: Store, array: Array, present: list[Coords], grid: Coords, size: Coords, within: Box
+    store: ZarrStore, array: Array, present: list[Coords], grid: Coords, size: Coords, within: Box
 ) -> Iterator[Piece]:
     """The pieces of chunks that are absent, as few as there may be with so many present."""
     for cells in _absent(present, grid):
@@ -273,7 +273,7 @@ def _front(name: str) -> str:
     return name and f"{name}/"
 
 
-def _metadata(store: Store, name: str) -> Array:
+def _metadata(store: ZarrStore, name: str) -> Array:
     """Reads and checks the JSON of an array."""
     keys = {n: _front(name) + file for n, file in FILES.items()}
     version = next(n for n, key in keys.items() if key in store.values)

@@ -39,7 +39,7 @@ class Codecs(NamedTuple):
     steps: tuple[str, ...]
 
 
-class Sharding(NamedTuple):
+class ShardingCodec(NamedTuple):
     """How a chunk is cut into inner ones."""
 
     chunk: tuple[int, ...]
@@ -62,7 +62,7 @@ class Array(NamedTuple):
     shape: tuple[int, ...]
     chunk: tuple[int, ...]
     codecs: Codecs
-    sharding: Sharding | None
+    sharding: ShardingCodec | None
     fill: Any
     separator: str
     prefix: str
@@ -212,7 +212,9 @@ class _Metadata:
             raise bad(self.file, what, self.name, expected, brief(name))
         return name
 
-    def codecs(self, value: Any, dtype: DType, chunk: Coords) -> tuple[Codecs, Sharding | None]:
+    def codecs(
+        self, value: Any, dtype: DType, chunk: Coords
+    ) -> tuple[Codecs, ShardingCodec | None]:
         """The codecs of a list, or what cuts chunks into inner ones."""
         if not isinstance(value, list) or not value:
             raise self.bad("codecs", value, "a list")
@@ -238,7 +240,7 @@ class _Metadata:
             raise self.bad("codecs", steps, "one compressor")
         return Codecs(order, big, tuple(steps)), None
 
-    def sharding(self, how: dict[str, Any], dtype: DType, chunk: Coords) -> Sharding:
+    def sharding(self, how: dict[str, Any], dtype: DType, chunk: Coords) -> ShardingCodec:
         inner = self.sizes(how.get("chunk_shape"), "chunk_shape", 1, len(chunk))
         if any(n % size for n, size in zip(chunk, inner, strict=True)):
             raise self.bad("chunk_shape", inner, f"that divides {brief(chunk)}")
@@ -251,7 +253,7 @@ class _Metadata:
         if index not in (["bytes"], ["bytes", "crc32c"]) or location not in ("start", "end"):
             expected = "little-endian bytes, at most crc32c, at the start or the end"
             raise self.bad("index of a shard", (found, location), expected)
-        return Sharding(inner, codecs, len(index) == 2, location == "end")
+        return ShardingCodec(inner, codecs, len(index) == 2, location == "end")
 
     def _index_codec(self, value: Any) -> str:
         name, how = self.named(value, "index_codecs")

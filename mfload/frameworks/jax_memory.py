@@ -423,7 +423,7 @@ def _problem(device: Any, there: Device) -> str:
 
 
 def _write(there: Device, target: DeviceBuffer, numbers: Any) -> None:
-    from mfload.cuda.device import Rows
+    from mfload.cuda.device import DeviceRows
 
     source = buffers.allocate(numbers.nbytes)
     source.view(numbers.dtype)[:] = numbers
@@ -433,5 +433,5 @@ def _write(there: Device, target: DeviceBuffer, numbers: Any) -> None:
         locked.callback(there.unpin, source)
     # Once the stream is closed, nothing reads the source any more.
     with locked, contextlib.closing(there.stream()) as stream:
-        stream.copy_in(target, 0, source, Rows.one(source.size))
+        stream.copy_in(target, 0, source, DeviceRows.one(source.size))
         stream.synchronize()

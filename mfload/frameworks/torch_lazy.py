@@ -58,7 +58,7 @@ class LazyTensor(torch.Tensor):  # pyright: ignore[reportUntypedBaseClass]
     another tensor.
     """
 
-    whole: Whole
+    whole: LazyStorage
     like: Any
     """A plain tensor on the meta device: as a view of the whole one it has the same layout."""
     _taken: Any = None
@@ -257,7 +257,7 @@ def _read_buffer(module: Any, name: str, buffer: Any) -> Any:
 register_module_buffer_registration_hook(_read_buffer)
 
 
-class Whole:
+class LazyStorage:
     """A tensor of a checkpoint, whose views share what is changed in it.
 
     Attributes:
@@ -282,10 +282,10 @@ class Whole:
 def make(part: Any) -> LazyTensor:
     """The tensor for a `loading.lazy_tensor.LazyTensor`."""
     like = torch.empty(part.shape, dtype=part.dtype, device=_META)
-    return _lazy_view(Whole(part, like), like)
+    return _lazy_view(LazyStorage(part, like), like)
 
 
-def _lazy_view(whole: Whole, like: Any) -> LazyTensor:
+def _lazy_view(whole: LazyStorage, like: Any) -> LazyTensor:
     made: Any = like.as_subclass(LazyTensor)
     made.whole, made.like = whole, like
     return made

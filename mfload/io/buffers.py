@@ -71,7 +71,7 @@ counter = ByteCounter()
 peak_bytes = counter.peak_bytes
 
 
-class _Map:
+class _AnonymousMap:
     """Owner of one anonymous map. NumPy keeps it alive as the base of the arrays over it."""
 
     __slots__ = ("__array_interface__", "_count", "_held", "_map")
@@ -118,7 +118,7 @@ def allocate(nbytes: int) -> Bytes:
     The memory goes when its last view does. Raises MemoryLimitError if the system has no such
     memory.
     """
-    return np.asarray(_Map(nbytes))
+    return np.asarray(_AnonymousMap(nbytes))
 
 
 def small(nbytes: int, alignment: int | None) -> Bytes:
@@ -134,7 +134,7 @@ def small(nbytes: int, alignment: int | None) -> Bytes:
 
 def is_own(memory: Any) -> bool:
     """Whether memory is a whole buffer of `allocate`, with its pages to itself."""
-    return isinstance(getattr(memory, "base", None), _Map)
+    return isinstance(getattr(memory, "base", None), _AnonymousMap)
 
 
 def live_bytes() -> int:
@@ -254,7 +254,7 @@ def ask_huge(address: int, nbytes: int) -> None:
     start, stop = -(-address // HUGE) * HUGE, (address + nbytes) // HUGE * HUGE
     asked = start, stop - start
     if start < stop and _Asked.may(asked):
-        with contextlib.suppress(OSError):  # As of `_Map`.
+        with contextlib.suppress(OSError):  # As of `_AnonymousMap`.
             madvise(*asked, _HUGE_PAGES)
 
 

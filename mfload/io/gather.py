@@ -34,7 +34,7 @@ PIECE = 1 << 20
 _THREADS = 32  # Threads that read from a disk at once.
 
 
-class Reads(NamedTuple):
+class ReadColumns(NamedTuple):
     """Reads, in columns: NumPy arrays of int64, of n items, or of n rows.
 
     Attributes:
@@ -52,7 +52,7 @@ class Reads(NamedTuple):
     least: Any
 
     @staticmethod
-    def of(source: Any, offset: Any, address: Any, nbytes: Any, least: Any = None) -> Reads:
+    def of(source: Any, offset: Any, address: Any, nbytes: Any, least: Any = None) -> ReadColumns:
         """Reads of columns, or of single numbers; by default, all bytes must arrive."""
         address, nbytes = (np.asarray(each, np.int64) for each in (address, nbytes))
         address = address if address.ndim > 1 else address[:, None]
@@ -62,12 +62,12 @@ class Reads(NamedTuple):
             np.broadcast_to(np.asarray(each, np.int64), count) for each in (source, offset)
         )
         least = nbytes.sum(1) if least is None else np.broadcast_to(least, count)
-        return Reads(source, offset, address, nbytes, least)
+        return ReadColumns(source, offset, address, nbytes, least)
 
     def __len__(self) -> int:
         return len(self.offset)
 
-    def cut(self) -> Reads:
+    def cut(self) -> ReadColumns:
         """The same bytes, in reads that are short enough to be under way side by side."""
         if self.nbytes.shape[1] > 1 or not len(self) or self.nbytes.max() <= PIECE:
             return self
@@ -77,7 +77,9 @@ class Reads(NamedTuple):
         nbytes = np.minimum(self.nbytes[number, 0] - at, PIECE)
         least = np.clip(self.least[number] - at, 0, nbytes)
         address = self.address[number] + at[:, None]
-        return Reads(self.source[number], self.offset[number] + at, address, nbytes[:, None], least)
+        return ReadColumns(
+            self.source[number], self.offset[number] + at, address, nbytes[:, None], least
+        )
 
 
 class Gather(ClosedAtEnd):
@@ -113,7 +115,7 @@ class Gather(ClosedAtEnd):
         self._lock, self._active, self._closed = threading.Lock(), 0, False
         self._stopped = False
 
-    def read(self, reads: Reads) -> None:
+    def read(self, reads: ReadColumns) -> None:
         """Returns when all has arrived; the caller keeps the memory alive, and unmoved.
 
         When it raises, nothing of the call is under way any more.
@@ -151,7 +153,7 @@ class Gather(ClosedAtEnd):
         if self._stopped:
             raise errors.UsageError("it was stopped")
 
-    def _by_ring(self, reads: Reads, make: Callable[[], Uring]) -> None:
+    def _by_ring(self, reads: ReadColumns, make: Callable[[], Uring]) -> None:
         try:
             try:
                 ring = self._idle.pop()
@@ -169,7 +171,7 @@ class Gather(ClosedAtEnd):
         for number in np.flatnonzero(results < reads.least).tolist():
             self._finish(reads, number, int(results[number]))
 
-    def _finish(self, reads: Reads, n: int, result: int) -> None:
+    def _finish(self, reads: ReadColumns, n: int, result: int) -> None:
         """Reads what is missing of a short read; raises the error of one that failed."""
         source = self.sources[int(reads.source[n])]
         if result < 0:
@@ -191,12 +193,12 @@ class Gather(ClosedAtEnd):
         except OSError as error:
             raise errors.from_os(error, source.name, "read") from error
 
-    def _by_threads(self, reads: Reads) -> None:
+    def _by_threads(self, reads: ReadColumns) -> None:
         waits = self.direct or any(each.costs.concurrency for each in self.sources)
         count = min(len(reads), self.depth, *([] if waits or self._count else [share_of_cores()]))
         self._crew.share(lambda number: self._read_one(reads, number), len(reads), count)
 
-    def _read_one(self, reads: Reads, n: int) -> None:
+    def _read_one(self, reads: ReadColumns, n: int) -> None:
         self._check_going()
         number, least, offset = (int(each[n]) for each in (reads.source, reads.least, reads.offset))
         source, vector = self.sources[number], _vector(reads, n)
@@ -236,14 +238,14 @@ class Gather(ClosedAtEnd):
             self._release()
 
 
-def _vector(reads: Reads, n: int) -> list[memoryview]:
+def _vector(reads: ReadColumns, n: int) -> list[memoryview]:
     """The memory of a read."""
     pairs = zip(reads.address[n].tolist(), reads.nbytes[n].tolist(), strict=True)
     parts = [(ctypes.c_char * nbytes).from_address(address) for address, nbytes in pairs]
     return [memoryview(part).cast("B") for part in parts]
 
 
-def _drive(ring: Uring, fds: Any, reads: Reads, check: Callable[[], object] = bool) -> Any:
+def _drive(ring: Uring, fds: Any, reads: ReadColumns, check: Callable[[], object] = bool) -> Any:
     """Keeps a ring full until all reads are at their end; returns the result of each.
 
     `check` is called before more are begun, and may raise.
@@ -347,7 +349,7 @@ def _try(
 def _try_ring(ring: Uring, fd: int, view: memoryview) -> int:
     try:
         address = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        reads = Reads.of(0, [0], [address], view.nbytes)
+        reads = ReadColumns.of(0, [0], [address], view.nbytes)
         result = int(_drive(ring, np.array([fd], np.int32), reads)[0])
     finally:
         ring.close()

@@ -24,7 +24,7 @@ runpy.run_module(module, run_name="__main__", alter_sys=True)
 _ROOT = Path(__file__).parents[2]
 
 
-class Answer(NamedTuple):
+class Probed(NamedTuple):
     """The table that a probe printed, or what kept it from that."""
 
     data: Any
@@ -37,7 +37,7 @@ def ask(
     given: object = None,
     timeout: float | None,
     environment: Mapping[str, str] | None = None,
-) -> Answer:
+) -> Probed:
     """Runs a module and reads the JSON table that it prints last.
 
     It reads what is `given` as JSON from its standard input. After `timeout` seconds it is killed
@@ -45,7 +45,7 @@ def ask(
     process.
     """
     if getattr(sys, "frozen", False):
-        return Answer(None, "can't be asked: this program is frozen, and would start itself")
+        return Probed(None, "can't be asked: this program is frozen, and would start itself")
     command = [sys.executable, "-P", "-c", _BOOT, str(os.getpid()), module, *arguments]
     # An installed mfload is found without help, a source tree is not.
     paths = [] if _ROOT.name.endswith("-packages") else [str(_ROOT)]
@@ -61,12 +61,12 @@ def ask(
             env={**os.environ, **path, **(environment or {})},
         )
     except OSError as error:
-        return Answer(None, f"can't be started: {error.strerror or error}")
+        return Probed(None, f"can't be started: {error.strerror or error}")
     try:
         printed, said = child.communicate(json.dumps(given).encode(), timeout)
     except subprocess.TimeoutExpired:
         _kill(child)
-        return Answer(None, f"no answer within {round(timeout or 0, 2):g} s")
+        return Probed(None, f"no answer within {round(timeout or 0, 2):g} s")
     except BaseException:
         _kill(child)
         raise
@@ -74,15 +74,15 @@ def ask(
         number = -child.returncode
         name = next((each.name for each in signal.Signals if each == number), f"signal {number}")
         killed = ", perhaps since memory ran out" if number == signal.SIGKILL else ""
-        return Answer(None, f"crashed with {name}{killed}{_last(said)}")
+        return Probed(None, f"crashed with {name}{killed}{_last(said)}")
     try:
         # Libraries may print before it.
         found = json.loads(printed.strip().rpartition(b"\n")[2])
     except (ValueError, RecursionError):
-        return Answer(None, f"ended with {child.returncode}{_last(said)}")
+        return Probed(None, f"ended with {child.returncode}{_last(said)}")
     if not isinstance(found, dict):
-        return Answer(None, "an answer that makes no sense")
-    return Answer(found)
+        return Probed(None, "an answer that makes no sense")
+    return Probed(found)
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.cuda import copies
-from mfload.cuda.device import Rows
+from mfload.cuda.device import DeviceRows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.frameworks.base import Adapter
 from mfload.io.route import Leg
@@ -22,7 +22,7 @@ from mfload.options import LoadOptions
 from mfload.planning import extents
 from mfload.planning.blocks import Copy
 from mfload.planning.layout import DEVICE_ALIGNMENT
-from mfload.planning.plan import Place, Plan
+from mfload.planning.plan import Plan, Position
 from mfload.planning.request import Allocation, Request, box_of
 from mfload.planning.slicing import Selection
 from mfload.sources.base import Source
@@ -123,7 +123,7 @@ def copy(plan: Plan, memory: Sequence[Any], sources: Sequence[Source]) -> int:
     Raises SourceError if the memory of a source can't be read, or is not what it was.
     """
     used: dict[int, int] = {}
-    copied: list[Place] = []
+    copied: list[Position] = []
     for place, each in zip(plan.places, plan.allocations, strict=True):
         if each.near and each.owner != "source":
             copied.append(place)
@@ -147,11 +147,11 @@ def copy(plan: Plan, memory: Sequence[Any], sources: Sequence[Source]) -> int:
     return sum(used.values())
 
 
-_Copied = tuple[DeviceBuffer, int, DeviceBuffer, int, Rows]
+_Copied = tuple[DeviceBuffer, int, DeviceBuffer, int, DeviceRows]
 
 
 def _copies(
-    places: Sequence[Place], memory: Sequence[Any], sources: Sequence[Source]
+    places: Sequence[Position], memory: Sequence[Any], sources: Sequence[Source]
 ) -> Iterator[_Copied]:
     """Copies, with target and source, their first bytes, and rows.
 
@@ -161,7 +161,7 @@ def _copies(
     last: _Copied | None = None
     for request, buffer, at in sorted(places, key=_SPOT):
         there, target = _open(request, sources), memory[buffer]
-        start, rows = _rows(request) or (0, Rows.one(0))
+        start, rows = _rows(request) or (0, DeviceRows.one(0))
         if last is not None:
             held, begin, seen, first, before = last
             behind = at - begin - before.nbytes
@@ -172,7 +172,13 @@ def _copies(
                 and before.count == rows.count == 1
                 and there.address + start - seen.address - first == at - begin
             ):
-                last = held, begin, seen, first, Rows.one(before.nbytes + behind + rows.nbytes)
+                last = (
+                    held,
+                    begin,
+                    seen,
+                    first,
+                    DeviceRows.one(before.nbytes + behind + rows.nbytes),
+                )
                 continue
             yield last
         last = target, at, there, start, rows
@@ -196,15 +202,15 @@ def _open(request: Request, sources: Sequence[Source]) -> Any:
     return there
 
 
-def _rows(request: Request) -> tuple[int, Rows] | None:
+def _rows(request: Request) -> tuple[int, DeviceRows] | None:
     """First byte and rows of a request in its tensor; None if it is not rows alone."""
     info, dtype, selection, *_ = request
     if dtype is not info.dtype or not info.simple or not request.nbytes:
         return None
     if selection is None:
-        return 0, Rows.one(request.nbytes)
+        return 0, DeviceRows.one(request.nbytes)
     if (first := extents.contiguous(request)) is not None:
-        return first - info.pieces[0].offset, Rows.one(request.nbytes)
+        return first - info.pieces[0].offset, DeviceRows.one(request.nbytes)
     if not selection.simple or dtype.elements > 1:
         return None
     strides, unit = extents.c_strides(info.shape, dtype.nbytes), np.dtype(f"V{dtype.nbytes}")

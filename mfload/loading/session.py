@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mfload.io.trial import Trial
     from mfload.loading.preview import Preview
     from mfload.planning.layout import BufferSpec
-    from mfload.planning.plan import Place
+    from mfload.planning.plan import Position
     from mfload.report import Report
     from mfload.timeline import Recorder
 
@@ -398,9 +398,9 @@ class Session:
             owners += [position] * len(parts)
         return made, owners
 
-    def by_request(self, places: Sequence[Place]) -> list[list[Place]]:
+    def by_request(self, places: Sequence[Position]) -> list[list[Position]]:
         """The places of a plan of all, for each request as it was before it was split."""
-        made: list[list[Place]] = [[] for _ in self._whole]
+        made: list[list[Position]] = [[] for _ in self._whole]
         for place, owner in zip(places, self._owners, strict=True):
             made[owner].append(place)
         return made

@@ -28,7 +28,7 @@ import numpy as np
 
 from mfload import errors
 from mfload.mesh import heartbeat
-from mfload.mesh.base import MeshBackend, Store
+from mfload.mesh.base import KeyValueStore, MeshBackend
 from mfload.runtime import Deadline
 
 log = logging.getLogger("mfload")
@@ -431,7 +431,7 @@ def _wait_for_turn(group: ProcessGroup, deadline: Deadline) -> None:
             _turns.wait(min(_BEAT, left))
 
 
-def _ended(store: Store, rank: int) -> None:
+def _ended(store: KeyValueStore, rank: int) -> None:
     with contextlib.suppress(Exception):
         store.put(f"{_ALIVE}{rank}", "ended")
 

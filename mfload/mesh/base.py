@@ -27,7 +27,7 @@ ARRIVAL = 60.0
 SMALL = "max_host_overhead is too small for an exchange"
 
 
-class Transport(NamedTuple):
+class ProcessTransport(NamedTuple):
     """What it takes to move bytes between processes.
 
     Attributes:
@@ -44,11 +44,11 @@ class Transport(NamedTuple):
     held: int = 8
 
 
-GLOO = Transport(20.0, 2 << 20)
+GLOO = ProcessTransport(20.0, 2 << 20)
 """An all-to-all of XLA on CPUs: 17 to 23 measured (docs/design/decisions.md)."""
 
 
-class Share(NamedTuple):
+class DeviceShare(NamedTuple):
     """The part of a tensor that one device of one process holds.
 
     Attributes:
@@ -70,7 +70,7 @@ class TensorShares(NamedTuple):
     info: TensorInfo
     dtype: DType
     checked: bool
-    shares: tuple[Share, ...]
+    shares: tuple[DeviceShare, ...]
     separate: bool = False
 
 
@@ -105,11 +105,10 @@ class MeshBackend(Protocol):
     The devices of a process have numbers, by which requests name them. Only the backend looks into
     the shardings that `resolve` makes.
 
-    A backend may have an attribute `transport`, a `Transport`. Default: `GLOO`. For `arrival`
-    seconds, others are waited for that have not begun the load, then an error has the advice
-    `absent`. Default: until the timeout. JAX's
-    also has `abstract(requests, shardings)`: what the arrays of whole tensors will be, without
-    data; a sharding may be None.
+    A backend may have an attribute `transport`, a `ProcessTransport`. Default: `GLOO`. For
+    `arrival` seconds, others are waited for that have not begun the load, then an error has the
+    advice `absent`. Default: until the timeout. JAX's also has `abstract(requests, shardings)`:
+    what the arrays of whole tensors will be, without data; a sharding may be None.
 
     Attributes:
         rank: The number of this process.
@@ -129,7 +128,7 @@ class MeshBackend(Protocol):
         """A sharding for each whole tensor; what does not fit raises ShardingError."""
         ...
 
-    def shares(self, sharding: Any, shape: Shape) -> tuple[Share, ...]:
+    def shares(self, sharding: Any, shape: Shape) -> tuple[DeviceShare, ...]:
         """The boxes of all devices, also those of other processes; the same on every process."""
         ...
 
@@ -152,7 +151,7 @@ class MeshBackend(Protocol):
         """The kind of this process's devices, such as "cpu"."""
         ...
 
-    def store(self) -> Store | None:
+    def store(self) -> KeyValueStore | None:
         """What processes agree through; None if they do so by the link."""
         ...
 
@@ -161,7 +160,7 @@ class MeshBackend(Protocol):
         ...
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """Short texts by key that all processes of a program read and write.
 
     One a program. Each method raises ProcessError if the store can't be reached. `counts` holds the
@@ -203,18 +202,18 @@ class Backend:
 
     def __init__(self) -> None:
         self.rank, _ = self.group()
-        self._shares: dict[Any, tuple[Share, ...]] = {}
+        self._shares: dict[Any, tuple[DeviceShare, ...]] = {}
 
     @staticmethod
     def group() -> tuple[int, int]:
         """The rank of this process, and how many there are."""
         raise NotImplementedError
 
-    def divided(self, sharding: Any, shape: Shape) -> Iterable[Share]:
+    def divided(self, sharding: Any, shape: Shape) -> Iterable[DeviceShare]:
         """The part of a tensor that each device holds, on all processes."""
         raise NotImplementedError
 
-    def shares(self, sharding: Any, shape: Shape) -> tuple[Share, ...]:
+    def shares(self, sharding: Any, shape: Shape) -> tuple[DeviceShare, ...]:
         """The same, kept for the next tensor that is alike."""
         key = sharding, shape
         if key not in self._shares:
@@ -225,7 +224,7 @@ class Backend:
         """A process has one device, so nothing is shared."""
         return False
 
-    def store(self) -> Store | None:
+    def store(self) -> KeyValueStore | None:
         """Nothing: processes agree by the link."""
 
 
@@ -310,7 +309,7 @@ def selected(info: TensorInfo, box: Box) -> Selection | None:
         ) from None
 
 
-class Target(NamedTuple):
+class TargetBox(NamedTuple):
     """A box of a tensor that a process wants, for one or several of its requests."""
 
     rank: int
@@ -319,7 +318,7 @@ class Target(NamedTuple):
     numbers: list[int]
 
 
-class Wanted(NamedTuple):
+class WantedTensor(NamedTuple):
     """What all processes want of a tensor.
 
     Attributes:
@@ -329,18 +328,18 @@ class Wanted(NamedTuple):
     """
 
     info: TensorInfo
-    parts: list[Target]
+    parts: list[TargetBox]
     numbers: list[int]
 
-    def target(self, part: int) -> Target:
+    def target(self, part: int) -> TargetBox:
         """A part as this tensor's own target."""
         rank, request, box, at = self.parts[part]
         numbers = self.numbers
         request = _new(Request, (self.info, *request[1:]))
-        return _new(Target, (rank, request, box, [numbers[n] for n in at]))
+        return _new(TargetBox, (rank, request, box, [numbers[n] for n in at]))
 
 
-def targets(requests: Requests) -> list[Wanted]:
+def targets(requests: Requests) -> list[WantedTensor]:
     """What all processes want of each tensor, in file order; requests of the same part are one."""
     known: dict[tuple[object, ...], int] = {}  # Numbers of what a process wants of tensors.
     rows: dict[str, tuple[TensorInfo, list[int], list[int]]] = {}
@@ -352,8 +351,8 @@ def targets(requests: Requests) -> list[Wanted]:
             row[1].append(known.setdefault((rank, id(selection), id(dtype), checked), len(known)))
             row[2].append(number)
     ranks: list[Any] = [rank for rank, *_ in known]
-    made: dict[object, list[Target]] = {}
-    tensors: list[Wanted] = []
+    made: dict[object, list[TargetBox]] = {}
+    tensors: list[WantedTensor] = []
     for info, wanted, numbers in rows.values():
         boxes = tuple(box for box, _ in encoded(info))
         own = info.name if boxes and backwards(info) else ""
@@ -361,17 +360,17 @@ def targets(requests: Requests) -> list[Wanted]:
         if (parts := made.get(kind)) is None:
             parts = made[kind] = _targets(requests, [ranks[n] for n in wanted], numbers)
         if parts:
-            tensors.append(Wanted(info, parts, numbers))
+            tensors.append(WantedTensor(info, parts, numbers))
     return sorted(tensors, key=lambda each: each.info.pieces[0][:2])
 
 
-def _targets(requests: Requests, ranks: Sequence[int], numbers: Sequence[int]) -> list[Target]:
-    held: dict[object, Target] = {}
+def _targets(requests: Requests, ranks: Sequence[int], numbers: Sequence[int]) -> list[TargetBox]:
+    held: dict[object, TargetBox] = {}
     for n, (rank, number) in enumerate(zip(ranks, numbers, strict=True)):
         request = requests[rank][number]
         if request.nbytes:
             key = rank, request.dtype.name, request.checked, box_of(request)
-            held.setdefault(key, Target(rank, request, key[-1], [])).numbers.append(n)
+            held.setdefault(key, TargetBox(rank, request, key[-1], [])).numbers.append(n)
     return [*held.values()]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from typing import Any
 
-from mfload.cuda.device import CUDA, Device, Rows
+from mfload.cuda.device import CUDA, Device, DeviceRows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io import buffers
 from mfload.mesh.link import Link, Pieces
@@ -96,7 +96,7 @@ class DeviceLink(Link):
                 device = target.device
                 if device.name not in streams:
                     streams[device.name] = stack.enter_context(closing(device.stream()))
-                stream, rows = streams[device.name], Rows.one(target.nbytes)
+                stream, rows = streams[device.name], DeviceRows.one(target.nbytes)
                 if isinstance(source, DeviceBuffer):
                     behind = streams.get(source.device.name, stream)
                     if behind is not stream:  # What is copied on may have to get there first.

@@ -19,7 +19,7 @@ from mfload.frameworks.jax_adapter import OLDEST, JaxAdapter, lend, references, 
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.frameworks.several import SeveralAdapter
 from mfload.mesh import jax_processes, jax_specs, specs
-from mfload.mesh.base import Backend, MeshArguments, MeshBackend, Share, Whole
+from mfload.mesh.base import Backend, DeviceShare, MeshArguments, MeshBackend, Whole
 from mfload.options import LoadOptions
 from mfload.planning.request import Allocation, Request
 from mfload.runtime import Deadline
@@ -76,13 +76,13 @@ class JaxBackend(Backend):
                 ) from error
         return made
 
-    def divided(self, sharding: Any, shape: Shape) -> Iterator[Share]:
+    def divided(self, sharding: Any, shape: Shape) -> Iterator[DeviceShare]:
         """The part of a tensor that each device holds, on all processes."""
         for device, box in jax_specs.boxes(sharding, shape).items():
             kind = sharding.memory_kind
             spot = Spot(device, None if kind == _default_kind(device) else kind)
             spots = self._spots.setdefault(device.process_index, {})
-            yield Share(device.process_index, spots.setdefault(spot, len(spots)), box)
+            yield DeviceShare(device.process_index, spots.setdefault(spot, len(spots)), box)
 
     def in_default_memory(self, sharding: Any) -> bool:
         """Whether arrays lie in the memory that is the default of their devices."""

@@ -23,7 +23,7 @@ from mfload.loading import session
 from mfload.loading.preview import Preview
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.mesh.base import MeshArguments, MeshBackend, Requests, Share, TensorShares, Whole
+from mfload.mesh.base import DeviceShare, MeshArguments, MeshBackend, Requests, TensorShares, Whole
 from mfload.options import LoadOptions
 from mfload.planning.memory import Ledger
 from mfload.planning.request import HOST, Request, stored_bytes
@@ -93,7 +93,7 @@ class MeshLoad:
         self._shardings = backend.resolve(self._whole, asked._replace(known=chosen.index.names))
         options = chosen.options
         wanted = self._wanted = list[TensorShares]()
-        known: dict[Any, tuple[tuple[Share, ...], bool]] = {}
+        known: dict[Any, tuple[tuple[DeviceShare, ...], bool]] = {}
         for (info, dtype, _, checked, _), sharding in zip(
             self._whole, self._shardings, strict=True
         ):
@@ -440,7 +440,7 @@ def between(backend: MeshBackend) -> bool:
     return _transport(backend).by_devices and backend.platform() != "cpu"
 
 
-def _transport(backend: MeshBackend) -> base.Transport:
+def _transport(backend: MeshBackend) -> base.ProcessTransport:
     return getattr(backend, "transport", base.GLOO)
 
 
@@ -454,7 +454,7 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
     With `rows`, whole rows count that a process wants parts of. Of an encoded piece all bytes do.
     """
     apart, came, total, largest, again = Counter[int](), Counter[int](), 0, 0, 0
-    alike: dict[int, list[base.Wanted]] = {}
+    alike: dict[int, list[base.WantedTensor]] = {}
     for each in base.targets(requests):
         alike.setdefault(id(each.parts), []).append(each)
     for (info, parts, _), *others in alike.values():
@@ -492,7 +492,7 @@ def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:
 
 
 def _taken(
-    info: TensorInfo, pieces: Sequence[tuple[Box, int]], parts: Iterable[base.Target], sizes: Any
+    info: TensorInfo, pieces: Sequence[tuple[Box, int]], parts: Iterable[base.TargetBox], sizes: Any
 ) -> Counter[int]:
     """Stored bytes of the pieces that each process wants parts of; `sizes` has those of each."""
     boxes = np.array([box for box, _ in pieces]).reshape(len(pieces), len(info.shape), 2)

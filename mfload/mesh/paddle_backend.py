@@ -22,7 +22,14 @@ from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import Backend, MeshArguments, MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import (
+    Backend,
+    DeviceShare,
+    MeshArguments,
+    MeshBackend,
+    ProcessTransport,
+    Whole,
+)
 from mfload.mesh.device_link import DeviceLink
 from mfload.mesh.link import Pieces
 from mfload.mesh.specs import Placed
@@ -39,7 +46,7 @@ class PaddleBackend(Backend):
     """Paddle's meshes, for one load (see `MeshBackend`). A process has one device."""
 
     # 2.7 to 3.7 measured on a busy machine: processor time of 500 MB replicated to two ranks.
-    transport = Transport(3.0, 8 << 20, held=4)
+    transport = ProcessTransport(3.0, 8 << 20, held=4)
 
     @staticmethod
     def group() -> tuple[int, int]:
@@ -59,11 +66,11 @@ class PaddleBackend(Backend):
             raise errors.UsageError(message, expected="Paddle 3.3", found=paddle.__version__)
         return _PLACEMENTS.resolve(requests, asked, _sharding)
 
-    def divided(self, sharding: Placed, shape: Shape) -> Iterator[Share]:
+    def divided(self, sharding: Placed, shape: Shape) -> Iterator[DeviceShare]:
         """The part of a tensor that each process of the mesh holds."""
         sizes = tuple(sharding.mesh.shape)
         for rank, at in zip(sharding.mesh.process_ids, np.ndindex(sizes), strict=True):
-            yield Share(rank, 0, _box(shape, sizes, at, sharding.placements))
+            yield DeviceShare(rank, 0, _box(shape, sizes, at, sharding.placements))
 
     def adapter(self, *, late: bool = False) -> MeshAdapter:
         """The adapter of Paddle's current device."""

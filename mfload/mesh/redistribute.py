@@ -25,7 +25,7 @@ from mfload.mesh.link import Link, Pieces
 from mfload.mesh.schedule import HEADER, ROW, Parcel, Schedule, batches, make_schedule
 from mfload.planning.layout import BufferSpec
 from mfload.planning.memory import Ledger
-from mfload.planning.plan import Place, Plan, make_plan
+from mfload.planning.plan import Plan, Position, make_plan
 from mfload.planning.request import Request
 from mfload.planning.slicing import boxed
 from mfload.report import Report
@@ -47,7 +47,7 @@ class Results(NamedTuple):
     """
 
     memory: list[Any]
-    places: Sequence[Sequence[Place]]
+    places: Sequence[Sequence[Position]]
     advance: execute.Advance | None = None
 
 

@@ -24,7 +24,7 @@ from mfload import errors
 from mfload.dtypes import DType
 from mfload.index import Box
 from mfload.mesh import base
-from mfload.mesh.base import Requests, Target
+from mfload.mesh.base import Requests, TargetBox
 from mfload.planning import slicing
 from mfload.planning.memory import grouped
 from mfload.planning.slicing import first_element, intersection, shape_of
@@ -47,7 +47,7 @@ class Parcel(NamedTuple):
     """A box of a target that one process reads: one stretch of the target's bytes."""
 
     reader: int
-    target: Target
+    target: TargetBox
     box: Box
     at: int  # First byte in the result.
     nbytes: int  # Bytes as delivered.
@@ -125,7 +125,7 @@ class _Steps(NamedTuple):
 class _Sent(NamedTuple):
     """A slab, its reader as a place among all, and the rounds in which it travels."""
 
-    tensor: base.Wanted
+    tensor: base.WantedTensor
     reader: int
     first: int
     box: Box
@@ -294,7 +294,7 @@ class _Scheduler:
             digest.hexdigest()[:32],
         )
 
-    def _cut(self, tensor: base.Wanted, pieces: Sequence[_Piece]) -> _Cut:
+    def _cut(self, tensor: base.WantedTensor, pieces: Sequence[_Piece]) -> _Cut:
         groups = _groups(tensor, range(len(tensor.parts)))
         whole = tuple((0, n) for n in tensor.info.shape)
         single = np.zeros(len(self._ranks), np.int64)
@@ -350,7 +350,7 @@ class _Scheduler:
         best = ready[wanted == wanted.max()]
         return self._last if self._last in best else int(best[read[best].argmin()])
 
-    def _send(self, tensor: base.Wanted, box: Box, want: _Want, stays: int) -> None:
+    def _send(self, tensor: base.WantedTensor, box: Box, want: _Want, stays: int) -> None:
         """Takes the reader's next rounds for a slab, or the round `stays` if none of it travels."""
         reader, first, steps = self._last, stays, [(box, want)]
         travels = [*want.bytes_of] != [reader]
@@ -366,7 +366,7 @@ class _Scheduler:
             if place != reader:
                 self._received[place] += want.bytes_of[place]
 
-    def _steps(self, tensor: base.Wanted, box: Box, want: _Want) -> _Steps:
+    def _steps(self, tensor: base.WantedTensor, box: Box, want: _Want) -> _Steps:
         """The parts of a slab that each fit a row; slabs with the same `want` are cut alike."""
         if (steps := self._steps_of.get(id(want))) is None:
             slabs = [(box, want)]
@@ -404,7 +404,7 @@ class _Scheduler:
                 most[end] = full
         return first
 
-    def _want(self, tensor: base.Wanted, slab: Box, groups: Sequence[_Group]) -> _Want:
+    def _want(self, tensor: base.WantedTensor, slab: Box, groups: Sequence[_Group]) -> _Want:
         wanted, rows = Counter[int](), Counter[int]()
         alone, small = Counter[int](), Counter[int]()
         parts: dict[int, list[int]] = {}
@@ -439,7 +439,7 @@ class _Scheduler:
 
     def _slabs(
         self,
-        tensor: base.Wanted,
+        tensor: base.WantedTensor,
         slab: Box,
         groups: Sequence[_Group],
         *,
@@ -485,7 +485,7 @@ class _Scheduler:
         return made
 
 
-def _groups(tensor: base.Wanted, numbers: Iterable[int]) -> list[_Group]:
+def _groups(tensor: base.WantedTensor, numbers: Iterable[int]) -> list[_Group]:
     by_box: dict[Box, list[int]] = {}
     for number in numbers:
         by_box.setdefault(tensor.parts[number].box, []).append(number)
@@ -543,7 +543,7 @@ def batches(requests: Requests, limit: float) -> list[dict[int, list[int]]]:
     if limit == math.inf:
         return [{rank: [*range(len(every))] for rank, every in requests.items()}]
 
-    def held(tensor: base.Wanted) -> Counter[int]:
+    def held(tensor: base.WantedTensor) -> Counter[int]:
         nbytes = Counter[int]()
         for part in tensor.parts:
             nbytes[part.rank] += part.request.nbytes * len(part.numbers)
@@ -560,7 +560,7 @@ def batches(requests: Requests, limit: float) -> list[dict[int, list[int]]]:
     return made
 
 
-def _nbytes(target: Target, box: Box) -> int:
+def _nbytes(target: TargetBox, box: Box) -> int:
     return target.request.dtype.size_of(shape_of(box)) or 0
 
 

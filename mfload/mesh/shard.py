@@ -11,7 +11,7 @@ from mfload import errors, frameworks
 from mfload.frameworks.several import MeshAdapter
 from mfload.index import Box
 from mfload.mesh import base, specs
-from mfload.mesh.base import MeshArguments, Share, Whole
+from mfload.mesh.base import DeviceShare, MeshArguments, Whole
 from mfload.planning import parts
 from mfload.planning.request import Request, WholeTensors, names
 
@@ -49,7 +49,7 @@ def cut(
     return parts.take(whole, made, numbers)
 
 
-def _chunk(request: Request, spec: Any, rank: int, size: int) -> parts.Part:
+def _chunk(request: Request, spec: Any, rank: int, size: int) -> parts.TensorPart:
     """The chunk of a rank."""
     info = request.info
     row = specs.rows([request])[0]
@@ -112,9 +112,9 @@ class ShardBackend(base.Backend):
         rows = specs.rows(requests)
         return specs.resolve(rows, asked, _dim, single=_is_dim, expected=_EXPECTED)
 
-    def divided(self, sharding: int | None, shape: Shape) -> list[Share]:
+    def divided(self, sharding: int | None, shape: Shape) -> list[DeviceShare]:
         """The chunk of each process."""
-        return [Share(n, 0, _box(shape, sharding, n, self._size)) for n in range(self._size)]
+        return [DeviceShare(n, 0, _box(shape, sharding, n, self._size)) for n in range(self._size)]
 
     def adapter(self, *, late: bool = False) -> MeshAdapter:
         """The adapter of the one device."""
@@ -130,12 +130,12 @@ class ShardBackend(base.Backend):
         """The kind of this process's device."""
         return "cpu" if self.adapter().on_host else "accelerator"
 
-    def store(self) -> base.Store | None:
+    def store(self) -> base.KeyValueStore | None:
         """That of the process group."""
         return self._group.store()
 
     @property
-    def transport(self) -> base.Transport:
+    def transport(self) -> base.ProcessTransport:
         """That of the process group."""
         return getattr(self._group, "transport", base.GLOO)
 

@@ -25,7 +25,14 @@ from mfload.frameworks import tensorflow_adapter
 from mfload.frameworks.several import MeshAdapter
 from mfload.io import buffers
 from mfload.mesh import specs
-from mfload.mesh.base import Backend, MeshArguments, MeshBackend, Share, Transport, Whole
+from mfload.mesh.base import (
+    Backend,
+    DeviceShare,
+    MeshArguments,
+    MeshBackend,
+    ProcessTransport,
+    Whole,
+)
 from mfload.mesh.device_link import DeviceLink
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
@@ -41,7 +48,7 @@ _EXPECTED = "a Layout, or a list of dims of the mesh and UNSHARDED, one for each
 class TensorflowBackend(Backend):
     """TensorFlow's meshes, for one load (see `MeshBackend`). Devices are those of one mesh."""
 
-    transport = Transport(14.0, 1 << 20)  # 14 measured; longer rows are not faster.
+    transport = ProcessTransport(14.0, 1 << 20)  # 14 measured; longer rows are not faster.
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +91,7 @@ class TensorflowBackend(Backend):
             expected=_EXPECTED,
         )
 
-    def divided(self, sharding: Sharding, shape: Shape) -> Iterator[Share]:
+    def divided(self, sharding: Sharding, shape: Shape) -> Iterator[DeviceShare]:
         """The part of a tensor that each device of the mesh holds."""
         sizes = dict(zip(self._mesh.dim_names, self._mesh.shape(), strict=True))
         places = np.ndindex(*sizes.values())
@@ -92,7 +99,7 @@ class TensorflowBackend(Backend):
             at = dict(zip(sizes, place, strict=True))
             pairs = [(sizes.get(name, 1), at.get(name, 0)) for name in sharding]
             box = (specs.chunk(n, *pair) for n, pair in zip(shape, pairs, strict=True))
-            yield Share(process, device, tuple(box))
+            yield DeviceShare(process, device, tuple(box))
 
     def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
         """Devices share memory, unless it is TensorFlow's, which lends it for one."""

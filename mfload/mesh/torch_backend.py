@@ -30,11 +30,11 @@ from mfload.io import buffers
 from mfload.mesh import specs
 from mfload.mesh.base import (
     Backend,
+    DeviceShare,
     MeshArguments,
     MeshBackend,
+    ProcessTransport,
     ReachedStore,
-    Share,
-    Transport,
     Whole,
 )
 from mfload.mesh.link import Link, Pieces
@@ -58,7 +58,7 @@ class TorchBackend(Backend):
 
     # 2.3 to 2.6 measured, in both directions at once.
     # Pieces are sent from where they lie: of the rows, gloo holds no copies.
-    transport = Transport(2.5, 16 << 20, by_devices=dist.is_nccl_available(), held=4)
+    transport = ProcessTransport(2.5, 16 << 20, by_devices=dist.is_nccl_available(), held=4)
     _mesh: DeviceMesh | None = None
 
     @staticmethod
@@ -80,12 +80,12 @@ class TorchBackend(Backend):
         self._mesh = asked.mesh
         return made
 
-    def divided(self, sharding: Placed, shape: Shape) -> Iterator[Share]:
+    def divided(self, sharding: Placed, shape: Shape) -> Iterator[DeviceShare]:
         """The part of a tensor that each rank of the mesh holds."""
         ranks = sharding.mesh.mesh.numpy()
         for at in np.ndindex(*ranks.shape):
             box = _box(shape, ranks.shape, at, sharding.placements) or ()
-            yield Share(int(ranks[at]), 0, box)
+            yield DeviceShare(int(ranks[at]), 0, box)
 
     def adapter(self, *, late: bool = False) -> MeshAdapter:
         """The adapter of this process's device."""

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.checking.convert import Converted
-from mfload.checking.rewriting import Wishes, rewrite
+from mfload.checking.rewriting import Rewrite, rewrite
 from mfload.formats import strict_json
 from mfload.index import Index, Piece, TensorInfo
 from mfload.options import Options
@@ -44,7 +44,7 @@ ALIGN = 64 << 10
 """Multiple of which the data begins, so that neurons of so many bytes lie on multiples, too."""
 
 
-class Part(NamedTuple):
+class BundlePart(NamedTuple):
     """A tensor that is part of a bundle.
 
     Attributes:
@@ -67,7 +67,7 @@ class Bundle(NamedTuple):
 
     tensor: str
     layer: int
-    parts: tuple[Part, ...]
+    parts: tuple[BundlePart, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def _rewrite(
 ) -> tuple[Any, ...]:
     targets.resolve(target)  # None is for align.
     given = layout.shard_limit(max_shard_size), ALIGN, overwrite, progress, options
-    return rewrite(source, target, Wishes(*given, change=change, resume=True))
+    return rewrite(source, target, Rewrite(*given, change=change, resume=True))
 
 
 def bundled(index: Index, patterns: Mapping[str, re.Pattern[str]]) -> Index:
@@ -265,7 +265,7 @@ def bundles(index: Index) -> list[Bundle]:
             what = f"a tensor [neurons, {len(parts)}, width] of whole bytes an element"
             found = f"{info.dtype}{list(info.shape)}" if info else None
             raise _malformed(index, what, name, found)
-        made.append(Bundle(name, layer, tuple(Part(*part) for part in parts)))
+        made.append(Bundle(name, layer, tuple(BundlePart(*part) for part in parts)))
     if len({each.layer for each in made}) < len(made):
         raise _malformed(index, "one bundle of each layer", "")
     return sorted(made, key=lambda each: each.layer)

@@ -15,7 +15,7 @@ from mfload.index import TensorInfo
 from mfload.ondemand import policies
 from mfload.ondemand.cache import Lease, layer_in, numbers, whole
 from mfload.ondemand.pools import Pooled, Pools
-from mfload.ondemand.store import Part, Store
+from mfload.ondemand.store import RowPart, Store
 from mfload.options import byte_count
 from mfload.planning.selection import compiled
 from mfload.sources.base import ClosedAtEnd
@@ -242,11 +242,11 @@ class _Pattern:
             ) from None
 
 
-def _by_layer(store: Store, match: _Pattern) -> dict[int, dict[int, Sequence[Part]]]:
+def _by_layer(store: Store, match: _Pattern) -> dict[int, dict[int, Sequence[RowPart]]]:
     """By layer, and by number of the expert, its parts."""
-    layers: dict[int, dict[int, dict[str, Part]]] = {}
+    layers: dict[int, dict[int, dict[str, RowPart]]] = {}
     stacked: dict[int, list[TensorInfo]] = {}
-    holders: dict[Part, TensorInfo] = {}
+    holders: dict[RowPart, TensorInfo] = {}
     for info in store.tensors:
         found = match(info.name)
         assert found is not None

@@ -12,7 +12,7 @@ import numpy as np
 from mfload import errors
 from mfload.ondemand.policies import Cyclic
 from mfload.ondemand.pools import Pooled, Pools
-from mfload.ondemand.store import Part, Slots, Store
+from mfload.ondemand.store import RowPart, Slots, Store
 from mfload.options import byte_count
 from mfload.planning.selection import compiled
 
@@ -93,8 +93,8 @@ class LayerStream(Pooled):
         names = _Names(pattern, resident)
         store = self._opens(path, names.wanted, framework, options=options, gather=gather)
         try:
-            kept: list[Part] = []
-            layers: dict[int, list[Part]] = {}
+            kept: list[RowPart] = []
+            layers: dict[int, list[RowPart]] = {}
             for info in store.tensors:
                 layer = names.layer(info.name)
                 (kept if layer is None else layers.setdefault(layer, [])).append(store.part(info))

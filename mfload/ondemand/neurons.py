@@ -20,12 +20,12 @@ import numpy as np
 
 from mfload import errors
 from mfload.io import buffers
-from mfload.io.gather import Reads
+from mfload.io.gather import ReadColumns
 from mfload.ondemand import bundles, policies
 from mfload.ondemand.cache import checked_wait, layer_in, numbers
 from mfload.ondemand.pools import Caches
 from mfload.ondemand.rows import RowCache
-from mfload.ondemand.store import Part, Slots, Store
+from mfload.ondemand.store import RowPart, Slots, Store
 from mfload.options import Options, byte_count
 from mfload.planning.selection import compiled
 from mfload.sources.base import ClosedAtEnd
@@ -66,7 +66,7 @@ class Neurons(ClosedAtEnd):
         used: How many there are.
     """
 
-    def __init__(self, store: Store, part: Part, lease: Lease) -> None:
+    def __init__(self, store: Store, part: RowPart, lease: Lease) -> None:
         self._store, self._part = store, part
         self._lease: Lease | None = lease
         self._made: dict[bool, Matrices] = {}
@@ -208,7 +208,7 @@ class NeuronCache(Caches):
             raise
         self._store, self._background = store, store.background()
         more = self._how("neuron", wait)
-        self._layers: dict[int, tuple[Part, RowCache]] = {}
+        self._layers: dict[int, tuple[RowPart, RowCache]] = {}
         for (layer, part), each in zip(layers.items(), chosen, strict=True):
             mine = [*islice(arenas, len(_slots(store, part)))]
             fill = _fill(store.gather, part)
@@ -216,7 +216,7 @@ class NeuronCache(Caches):
         self.neurons = {layer: part.shape[0] for layer, part in layers.items()}
         self.capacity = {layer: cache.capacity for layer, (_, cache) in self._layers.items()}
 
-    def _divide(self, parts: Sequence[Part], fixed: int) -> list[int]:
+    def _divide(self, parts: Sequence[RowPart], fixed: int) -> list[int]:
         """How many neurons of each layer the budget has room for, beside so many bytes."""
         least = fixed + sum(part.nbytes // part.shape[0] for part in parts)
         if least > self._budget:
@@ -291,13 +291,13 @@ class NeuronCache(Caches):
     def _caches(self) -> Iterable[RowCache]:
         return (cache for _, cache in self._layers.values())
 
-    def _known(self, layer: int) -> tuple[Part, RowCache]:
+    def _known(self, layer: int) -> tuple[RowPart, RowCache]:
         return layer_in(self._layers, layer, "neurons")
 
 
-def _layers(store: Store) -> dict[int, Part]:
+def _layers(store: Store) -> dict[int, RowPart]:
     """The bundles [neurons, parts, width], by layer."""
-    made: dict[int, Part] = {}
+    made: dict[int, RowPart] = {}
     for each in bundles.bundles(store.index):
         part = made[each.layer] = store.part(store.index[each.tensor])
         if 0 in part.shape:
@@ -312,7 +312,7 @@ def _layers(store: Store) -> dict[int, Part]:
 
 def _opened(
     opens: Callable[..., Store], how: Options, why: str | None = None
-) -> tuple[Store, dict[int, Part]]:
+) -> tuple[Store, dict[int, RowPart]]:
     """A store and its bundles; through the page cache, where O_DIRECT can't read neurons.
 
     `why`: why it can't.
@@ -334,7 +334,7 @@ def _opened(
     return store, layers
 
 
-def _slots(store: Store, part: Part) -> list[int]:
+def _slots(store: Store, part: RowPart) -> list[int]:
     """Bytes of a neuron in each arena of its layer.
 
     There is one arena, as a read into one place is the fastest, unless the framework would copy the
@@ -344,7 +344,7 @@ def _slots(store: Store, part: Part) -> list[int]:
     return [part.nbytes // (part.shape[0] * count)] * count
 
 
-def _unaligned(store: Store, parts: Iterable[Part]) -> str | None:
+def _unaligned(store: Store, parts: Iterable[RowPart]) -> str | None:
     """Why O_DIRECT can't read neurons, if it can't."""
     unit = store.gather.unit
     for part in parts:
@@ -357,12 +357,12 @@ def _unaligned(store: Store, parts: Iterable[Part]) -> str | None:
     return None
 
 
-def _fill(gather: Gather, part: Part) -> Fill:
+def _fill(gather: Gather, part: RowPart) -> Fill:
     neuron = part.nbytes // part.shape[0]
 
     def fill(keys: Numbers, addresses: NDArray[np.uint64]) -> tuple[int, int]:
         nbytes = neuron // addresses.shape[1]
-        gather.read(Reads.of(part.source, part.offset + keys * neuron, addresses, nbytes))
+        gather.read(ReadColumns.of(part.source, part.offset + keys * neuron, addresses, nbytes))
         return keys.size, keys.size * neuron
 
     return fill

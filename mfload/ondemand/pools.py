@@ -12,7 +12,7 @@ from mfload import errors
 from mfload.errors import counted
 from mfload.io import buffers
 from mfload.ondemand.cache import SlotCache, checked_wait, patience
-from mfload.ondemand.store import Part, Slots, Store
+from mfload.ondemand.store import RowPart, Slots, Store
 from mfload.sources.base import ClosedAtEnd
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from mfload.ondemand.report import OndemandReport
 
 
-class Pool(NamedTuple):
+class SlotPool(NamedTuple):
     """The slots of keys of one size, and the cache of them."""
 
     slots: Slots
@@ -113,7 +113,7 @@ class Pools(Caches):
     def __init__(
         self,
         store: Store,
-        sets: Sequence[Sequence[Sequence[Part]]],
+        sets: Sequence[Sequence[Sequence[RowPart]]],
         budget: int | None,
         make_policy: Callable[[int, int, Numbers], Lru],
         *,
@@ -160,10 +160,10 @@ class Pools(Caches):
         self._background = store.background()
         how = self._how(what, wait)
         self._pools = [
-            Pool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))
+            SlotPool(each, SlotCache(each.fill, len(each.parts), [arena], policy, **how))
             for each, arena, policy in zip(slots, arenas, chosen, strict=True)
         ]
-        self._of: dict[int, tuple[Pool, int]] = {}
+        self._of: dict[int, tuple[SlotPool, int]] = {}
         for pool, numbers in zip(self._pools, groups, strict=True):
             first = 0
             for number in numbers:

@@ -9,7 +9,7 @@
     arrays = slots.arrays(3, lease.memory(0))         # By name; they keep the lease.
 
 What is not read key by key, such as the rows of a matrix, calls `store.gather.read` itself, with
-`Part.source` as number of the source, and makes arrays by `store.array`. Offsets, addresses and
+`RowPart.source` as number of the source, and makes arrays by `store.array`. Offsets, addresses and
 lengths of its reads are multiples of `store.gather.unit`.
 
 A process may fork while a disk writes to slots, if slots that are not read by one call share no
@@ -33,7 +33,7 @@ from mfload.dtypes import DType
 from mfload.formats import checkpoint
 from mfload.index import Index, TensorInfo
 from mfload.io import buffers
-from mfload.io.gather import Engine, Reads, open_gather
+from mfload.io.gather import Engine, ReadColumns, open_gather
 from mfload.loading import session
 from mfload.ondemand.background import Background
 from mfload.ondemand.report import OndemandReport
@@ -50,7 +50,7 @@ _ENGINES = ("auto", "pread", "direct")
 _LINE = 64  # Bytes.
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A tensor, or a row of one; `source` is its number in the store's `gather`."""
 
     name: str
@@ -137,13 +137,13 @@ class Store(ClosedAtEnd):
         )
         self.gather = given.deadline.bound(opens, "opening", self.file)
 
-    def part(self, info: TensorInfo, name: str | None = None) -> Part:
+    def part(self, info: TensorInfo, name: str | None = None) -> RowPart:
         """A whole tensor, by the name that its user knows. Default: the one in the file."""
         source, offset, nbytes, _ = info.pieces[0]
         where = self._numbers[source], offset, nbytes
-        return Part(name or info.name, info.dtype, info.shape, *where)
+        return RowPart(name or info.name, info.dtype, info.shape, *where)
 
-    def rows(self, info: TensorInfo, name: str | None = None) -> list[Part]:
+    def rows(self, info: TensorInfo, name: str | None = None) -> list[RowPart]:
         """Its rows along the first dim.
 
         Raises UnsupportedShapeError if it has no dims, or a row of it ends within a byte.
@@ -233,7 +233,7 @@ class Slots:
         parts: The parts of each key.
     """
 
-    def __init__(self, store: Store, parts: Sequence[Sequence[Part]]) -> None:
+    def __init__(self, store: Store, parts: Sequence[Sequence[RowPart]]) -> None:
         self._store, self.parts = store, parts
         unit, align = store.gather.unit, store.alignment
         key = np.repeat(np.arange(len(parts)), [len(each) for each in parts])
@@ -280,7 +280,7 @@ class Slots:
         reads += np.arange(reads.size)
         to = np.repeat(addresses[:, 0].astype(np.int64), count) + self._at[reads]
         self._store.gather.read(
-            Reads.of(
+            ReadColumns.of(
                 self._source[reads],
                 self._offset[reads],
                 to,

@@ -19,8 +19,8 @@ from mfload import dtypes, errors, sources
 from mfload.index import Box, Columns, Piece, TensorInfo
 from mfload.options import LoadOptions
 from mfload.peer import leases, security, source as reading
-from mfload.peer.client import Client
-from mfload.peer.manifest import BLOCK, DIGITS, NAME, Entry, Fragment, Manifest
+from mfload.peer.client import SeedClient
+from mfload.peer.manifest import BLOCK, DIGITS, NAME, Entry, Fragment, SeedManifest
 from mfload.peer.planner import Planner
 from mfload.peer.security import split_address
 from mfload.peer.source import PeerSource
@@ -34,7 +34,7 @@ _TRIES = 3  # Tickets that a load takes, if seeds of those before fail at once.
 _UPDATE = (0.05, 0.1, 0.2)  # Seconds between looks at parts of several generations.
 _WAIT = 60.0  # Seconds that a load waits for a seed that is not busy.
 
-Seen = tuple[Client, Manifest]
+Seen = tuple[SeedClient, SeedManifest]
 
 
 class PeerUrl(NamedTuple):
@@ -274,7 +274,7 @@ def _newest(seen: Sequence[Seen], name: str) -> tuple[list[Seen], list[str]]:
 
 
 def _check_replicas(
-    manifests: Sequence[Manifest],
+    manifests: Sequence[SeedManifest],
     held: Mapping[str, tuple[Entry, list[tuple[int, Fragment]]]],
     names: Sequence[str],
     file: str,

@@ -19,7 +19,7 @@ from mfload import errors
 from mfload.formats import strict_json
 from mfload.peer.security import Tls, split_address
 from mfload.sources import client as clients
-from mfload.sources.client import BROKEN, Answer, Limits
+from mfload.sources.client import BROKEN, Answer, Timeouts
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
 }
 
 
-class Client:
+class SeedClient:
     """Talks to one server; threads may share it.
 
     Args:
@@ -65,7 +65,7 @@ class Client:
         self._patience = _PATIENCE if patience is None else patience
         self.address, self.name, self.stalled = address, name or address, stalled
         self._server = ("http" if tls is None else "https", *split_address(address))
-        self._limits, self._answered = Limits(stalled, None, _HELD_UP), False
+        self._limits, self._answered = Timeouts(stalled, None, _HELD_UP), False
         self._headers, self._token = {}, token
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"

@@ -17,7 +17,7 @@ from typing import Any
 from mfload import errors
 from mfload.formats import strict_json
 from mfload.peer import planner
-from mfload.peer.client import Client
+from mfload.peer.client import SeedClient
 from mfload.peer.planner import SeedRecord, Ticket
 from mfload.peer.security import Tls
 
@@ -36,7 +36,7 @@ class EtcdPlanner:
     def __init__(self, url: str, token: str | None, tls: Tls | None, stalled: float) -> None:
         del token  # It is the seeds'.
         hosts = url.partition("://")[2].rstrip("/").split(",")
-        self._clients = [Client(each, tls=tls, stalled=stalled, name=url) for each in hosts]
+        self._clients = [SeedClient(each, tls=tls, stalled=stalled, name=url) for each in hosts]
         self._url = url
         self._leases: dict[str, str] = {}
 

@@ -66,7 +66,7 @@ class Entry(NamedTuple):
     fragments: tuple[Fragment, ...]
 
 
-class Manifest(NamedTuple):
+class SeedManifest(NamedTuple):
     """What a seed says of itself.
 
     Attributes:
@@ -168,7 +168,7 @@ class Manifest(NamedTuple):
         return json.dumps(given, separators=(",", ":")).encode()
 
 
-def from_json(data: Any, name: str) -> Manifest:
+def from_json(data: Any, name: str) -> SeedManifest:
     """The manifest of parsed JSON, that the peer `name` sent.
 
     Raises:
@@ -204,7 +204,7 @@ def from_json(data: Any, name: str) -> Manifest:
     if len(names := {*whole.names, *(each.name for each in rows)}) < count:
         check.fail("tensors share a name", errors.counted(count, "name"), len(names))
     _check_places(whole, rows, size, check)
-    return Manifest(
+    return SeedManifest(
         model,
         revision,
         incarnation,

@@ -35,11 +35,11 @@ _unused: list[Any] = []
 """Words of generations that ended. They get other secrets, and are never freed: freed memory may be
 given to an array that has an old secret in it."""
 
-_here: weakref.WeakValueDictionary[str, _Kept] = weakref.WeakValueDictionary()
+_here: weakref.WeakValueDictionary[str, _Generation] = weakref.WeakValueDictionary()
 """What this process offers, by secret."""
 
 
-class _Kept:
+class _Generation:
     """The data of a generation of this process, and its word."""
 
     def __init__(self, data: Data, generation: int) -> None:
@@ -71,7 +71,7 @@ def offer(data: Data, generation: int) -> Offer | None:
     """Tells where the data lies, and where the proof is."""
     if _call() is None or max(data.devices(), default=-1) >= 0:
         return None
-    kept = _Kept(data, generation)
+    kept = _Generation(data, generation)
     given = {
         "pid": os.getpid(),
         "proof": [kept.word.ctypes.data, kept.secret.hex()],
@@ -124,7 +124,7 @@ class LocalWay:
     costs = Costs()
     why = "the seed is in this process"
 
-    def __init__(self, kept: _Kept, data: Data) -> None:
+    def __init__(self, kept: _Generation, data: Data) -> None:
         self._kept, self._data = kept, data
 
     def read(self, vector: Sequence[Any], offset: int) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 from mfload import errors
 from mfload.formats import strict_json
 from mfload.formats.strict_json import brief
-from mfload.peer.client import Client
+from mfload.peer.client import SeedClient
 from mfload.peer.manifest import is_generation
 from mfload.peer.planner import ID, RETRY, Registry, SeedRecord, Ticket
 from mfload.peer.security import Tls
-from mfload.peer.server import Reply, Request, Server, text
+from mfload.peer.server import HttpRequest, Reply, Server, text
 from mfload.runtime import start
 from mfload.sources.base import ClosedAtEnd
 
@@ -58,7 +58,7 @@ class PlannerServer(ClosedAtEnd):
     def _well(self, record: SeedRecord) -> bool:
         given: Any = {"token": self._token, "tls": self._tls, "stalled": 1.0}
         try:
-            with closing(Client(record.address, **given)) as client:
+            with closing(SeedClient(record.address, **given)) as client:
                 # It may be updated before the planner is told, and while it is looked at.
                 for _ in range(_LOOKS):
                     state = client.json("GET", "/v1/state", seconds=1.0)
@@ -78,7 +78,7 @@ class PlannerServer(ClosedAtEnd):
             pass
         return False
 
-    def _answer(self, request: Request) -> Reply:
+    def _answer(self, request: HttpRequest) -> Reply:
         path, _, query = request.path.partition("?")
         parts = path.strip("/").split("/")
         if request.method != "GET" and request.headers.get("Content-Type") != "application/json":
@@ -141,7 +141,7 @@ class HttpPlanner:
     def __init__(self, url: str, token: str | None, tls: Tls | None, stalled: float) -> None:
         scheme, _, address = url.partition("://")
         given = None if scheme.lower() == "http" else tls or Tls()
-        self._client = Client(
+        self._client = SeedClient(
             address.rstrip("/"), token=token, tls=given, stalled=stalled, name=url
         )
         self._url = url

@@ -26,10 +26,10 @@ from mfload.peer import fragments, manifest as manifests, transports as ways
 from mfload.peer.checkpoint import PeerUrl
 from mfload.peer.data import Data, hasher
 from mfload.peer.leases import Registration, connect
-from mfload.peer.manifest import Entry, Fragment, Manifest
+from mfload.peer.manifest import Entry, Fragment, SeedManifest
 from mfload.peer.planner import Planner, SeedRecord, here
 from mfload.peer.security import Tls, check_exposure, credentials, resolved
-from mfload.peer.server import Reply, Request, Server, text
+from mfload.peer.server import HttpRequest, Reply, Server, text
 from mfload.peer_options import PeerOptions
 from mfload.report import human
 from mfload.runtime import Forked
@@ -185,7 +185,7 @@ class Seed(ClosedAtEnd):
         return not (self._closed or self._forked)
 
     @property
-    def manifest(self) -> Manifest:
+    def manifest(self) -> SeedManifest:
         """What it says of itself."""
         return self._version.manifest
 
@@ -271,7 +271,7 @@ class Seed(ClosedAtEnd):
                 offer = transport.offer(version.data, number)
                 if offer is not None:
                     version.offers[name] = offer
-            version.manifest = Manifest(
+            version.manifest = SeedManifest(
                 self.model,
                 self.revision,
                 self._incarnation,
@@ -293,7 +293,7 @@ class Seed(ClosedAtEnd):
             raise
         self._version, self.generation = version, number
 
-    def _answer(self, request: Request) -> Reply:
+    def _answer(self, request: HttpRequest) -> Reply:
         version = self._version
         data = version.data  # An update may let go of it at any moment.
         path = request.path.partition("?")[0]
@@ -458,7 +458,7 @@ def _run(model: str, revision: str, parts: int) -> str:
     return run
 
 
-def _store() -> meshes.Store | None:
+def _store() -> meshes.KeyValueStore | None:
     """Where the processes of the group that this one has joined keep texts."""
     torch: Any = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized():

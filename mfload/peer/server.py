@@ -44,7 +44,7 @@ _RANGE = re.compile(r"bytes=(\d{1,18})-(\d{1,18})")
 _log = logging.getLogger("mfload.peer")
 
 
-class Request(NamedTuple):
+class HttpRequest(NamedTuple):
     """A request; `span` is the first byte of its Range header and the end, exclusive."""
 
     method: str
@@ -88,7 +88,7 @@ class Server:
     def __init__(
         self,
         address: str,
-        handle: Callable[[Request], Reply],
+        handle: Callable[[HttpRequest], Reply],
         *,
         token: str | None = None,
         tls: Tls | None = None,
@@ -225,7 +225,7 @@ class Server:
         except ValueError:
             return False
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: HttpRequest) -> Reply:
         """The answer to a request; what fails unexpectedly is logged, not sent."""
         try:
             return self._handle(request)
@@ -356,7 +356,7 @@ class _Connection(http.server.BaseHTTPRequestHandler):
             self._send(text(416, '{"error": "the range is malformed"}'))
             return
         client = str(self.client_address[0])
-        self._send(owner.answer(Request(self.command, self.path, span, body, headers, client)))
+        self._send(owner.answer(HttpRequest(self.command, self.path, span, body, headers, client)))
 
     do_GET = do_PUT = do_POST = do_DELETE = _serve
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from mfload import errors
 from mfload.peer import manifest as manifests, security, transports
-from mfload.peer.client import Client
+from mfload.peer.client import SeedClient
 from mfload.peer.data import hasher, overlap, spread, take
-from mfload.peer.manifest import BLOCK, DIGITS, Manifest
-from mfload.peer.transports import Remote, Way
+from mfload.peer.manifest import BLOCK, DIGITS, SeedManifest
+from mfload.peer.transports import Remote, SeedReader
 from mfload.peer_options import PeerOptions
 from mfload.runtime import forget_in_forks
 from mfload.sources.base import ClosedAtEnd, shrunk
@@ -31,7 +31,7 @@ class Generation(NamedTuple):
     generation: int
 
     @staticmethod
-    def of(manifest: Manifest) -> Generation:
+    def of(manifest: SeedManifest) -> Generation:
         """That of a manifest."""
         return Generation(manifest.incarnation, manifest.generation)
 
@@ -39,7 +39,7 @@ class Generation(NamedTuple):
         return f"generation {self.generation} of seed {self.incarnation[:8]}"
 
 
-def ask(address: str, options: PeerOptions) -> tuple[Client, Manifest]:
+def ask(address: str, options: PeerOptions) -> tuple[SeedClient, SeedManifest]:
     """The manifest of the seed at an address.
 
     Raises:
@@ -48,7 +48,7 @@ def ask(address: str, options: PeerOptions) -> tuple[Client, Manifest]:
     """
     token, tls = security.credentials(options)
     name = f"peer://{address}"
-    client = Client(
+    client = SeedClient(
         address, token=token, tls=tls, stalled=options.stalled, patience=options.timeout, name=name
     )
     bounds = {"limit": manifests.MAX_MANIFEST, "most": manifests.MAX_PARSED}
@@ -56,7 +56,7 @@ def ask(address: str, options: PeerOptions) -> tuple[Client, Manifest]:
     return client, manifests.from_json(given, name)
 
 
-def connect(client: Client, manifest: Manifest, options: PeerOptions) -> PeerSource:
+def connect(client: SeedClient, manifest: SeedManifest, options: PeerOptions) -> PeerSource:
     """The source of a seed, over the first transport that leads there.
 
     Raises SourceError, with what is against each, if none does.
@@ -109,9 +109,9 @@ class PeerSource:
 
     def __init__(
         self,
-        client: Client,
-        manifest: Manifest,
-        way: Way,
+        client: SeedClient,
+        manifest: SeedManifest,
+        way: SeedReader,
         transport: str,
         options: PeerOptions,
         why: str,
@@ -121,7 +121,7 @@ class PeerSource:
         self.engine, self.why, self.costs = f"peer-{transport}", why, way.costs
         self.way, self._client, self._options = way, client, options
         self.on_failure: Callable[..., object] = bool
-        self.others: Iterator[tuple[Client, Manifest]] = iter(())
+        self.others: Iterator[tuple[SeedClient, SeedManifest]] = iter(())
         self.failures: list[str] = []
         self._moving, self._taken = threading.Lock(), list[PeerSource]()
         self.new = None
@@ -194,7 +194,7 @@ class PeerSource:
                 if not self._go_on(way, error):
                     raise
 
-    def _go_on(self, failed: Way, error: Exception) -> bool:
+    def _go_on(self, failed: SeedReader, error: Exception) -> bool:
         """Takes the next of the others, if another thread did not; False if none is left.
 
         What was read before is theirs too, since all of it was compared with the same checksums.
@@ -319,7 +319,7 @@ class PeerSource:
         )
 
 
-def _close(way: Way, client: Client) -> None:
+def _close(way: SeedReader, client: SeedClient) -> None:
     way.close()
     client.close()
 

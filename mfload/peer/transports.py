@@ -15,9 +15,9 @@ from mfload.sources.base import Costs
 
 if TYPE_CHECKING:
     from mfload.cuda.memory import DeviceBuffer
-    from mfload.peer.client import Client
+    from mfload.peer.client import SeedClient
     from mfload.peer.data import Data
-    from mfload.peer.manifest import Manifest
+    from mfload.peer.manifest import SeedManifest
 
 _NAMES = ("memory", "memfd", "http", "nixl", "cuda_ipc", "collective")
 TRANSPORTS = {name: f"mfload.peer.{name}" for name in _NAMES}
@@ -56,8 +56,8 @@ class Remote(NamedTuple):
     """
 
     name: str
-    manifest: Manifest
-    client: Client
+    manifest: SeedManifest
+    client: SeedClient
     stalled: float
     compares: bool
 
@@ -77,7 +77,7 @@ class Remote(NamedTuple):
         return known.items() <= state.items()
 
 
-class Way(Protocol):
+class SeedReader(Protocol):
     """Reads the data of a seed, for several threads at once.
 
     One that reaches the seed's devices also has `lands(devices)`: why nothing of them gets to these
@@ -132,7 +132,7 @@ class Transport(Protocol):
         """What a seed offers for its data; None if it can't here."""
         ...
 
-    def connect(self, given: Any, remote: Remote) -> Way | str:
+    def connect(self, given: Any, remote: Remote) -> SeedReader | str:
         """The way to a seed that offers `given`, hostile input; or why there is none."""
         ...
 

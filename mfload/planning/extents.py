@@ -29,7 +29,7 @@ _NARROW = 64  # Bytes up to which a run is copied as one element.
 _APART, _LEAST_APART = 16 << 10, 256
 
 
-class Part(NamedTuple):
+class BoxCopy(NamedTuple):
     """What one box, by its number, takes of an extent: a range, and where in the result it goes.
 
     Offsets count from the array's first byte, so tensors of one shape can share the work.
@@ -51,7 +51,7 @@ class Extent(NamedTuple):
     offset: int
     nbytes: int
     wanted: int
-    parts: tuple[Part, ...]
+    parts: tuple[BoxCopy, ...]
     rows: Rows | None = None
 
 
@@ -123,7 +123,7 @@ def extents(
     return _Array(lengths, strides, boxes, costs).extents(0, tuple(range(len(boxes))))
 
 
-def joined(parts: tuple[Part, ...], starts: Sequence[int]) -> tuple[Part, ...]:
+def joined(parts: tuple[BoxCopy, ...], starts: Sequence[int]) -> tuple[BoxCopy, ...]:
     """Parts as one copy, if they lie at equal distances in the file and in memory.
 
     `starts` are the places of the results, by number of the request. One copy of many short rows
@@ -220,7 +220,7 @@ class _Array:
         self._placed = [box.packed() for box in self._boxes]
         self._extents: dict[tuple[int, tuple[int, ...]], list[Extent]] = {}
         self._reaches: dict[tuple[int, tuple[int, ...]], _Reach] = {}
-        self._made: dict[tuple[int, tuple[int, ...], int, int], tuple[Part, ...]] = {}
+        self._made: dict[tuple[int, tuple[int, ...], int, int], tuple[BoxCopy, ...]] = {}
 
     def extents(self, dim: int, boxes: tuple[int, ...]) -> list[Extent]:
         """Extents of one row of the dim before, for boxes that want some of it.
@@ -346,11 +346,11 @@ class _Array:
         found: list[Extent] = []
         for offset in range(0, nbytes, most):
             length = min(most, nbytes - offset)
-            parts: list[Part] = []
+            parts: list[BoxCopy] = []
             for n in boxes:
                 box = self._boxes[n]
                 copy = box.copy((length // unit,), (unit,)) if box.converts else None
-                parts.append(Part(n, offset, length, offset // unit * box.target.itemsize, copy))
+                parts.append(BoxCopy(n, offset, length, offset // unit * box.target.itemsize, copy))
             found.append(Extent(offset, length, length, tuple(parts)))
         return found
 
@@ -380,14 +380,16 @@ class _Array:
             found += self._moved([one], dim, low, first if listed else None)
         return found
 
-    def _parts(self, dim: int, boxes: tuple[int, ...], count: int, pitch: int) -> tuple[Part, ...]:
+    def _parts(
+        self, dim: int, boxes: tuple[int, ...], count: int, pitch: int
+    ) -> tuple[BoxCopy, ...]:
         """What boxes take of rows of a dim that land `pitch` bytes apart, counted from the first.
 
         In file order, and layers of blocks are alike, so they are kept.
         """
         key = dim, boxes, count, pitch
         if key not in self._made:
-            parts: list[Part] = []
+            parts: list[BoxCopy] = []
             for n in boxes:
                 axes = self._boxes[n].axes
                 listed = [d for d in range(dim + 1, len(axes)) if axes[d].picks]
@@ -403,7 +405,9 @@ class _Array:
             self._made[key] = tuple(sorted(parts, key=lambda part: part.offset))
         return self._made[key]
 
-    def _part(self, n: int, dim: int, count: int, pitch: int, listed: Wanted | None = None) -> Part:
+    def _part(
+        self, n: int, dim: int, count: int, pitch: int, listed: Wanted | None = None
+    ) -> BoxCopy:
         box, unit = listed or self._boxes[n], self._unit
         # A dim that is taken backwards ends in the result where it begins in the file.
         back = box.axes[dim].step < 0
@@ -438,7 +442,7 @@ class _Array:
                     target=kind,
                     into=into and into[:-1],
                 )
-        return Part(n, offset, nbytes, at, copy)
+        return BoxCopy(n, offset, nbytes, at, copy)
 
     def _moved(
         self, extents: list[Extent], dim: int, n: int, place: int | None = None
@@ -447,12 +451,12 @@ class _Array:
         ahead = n * self._strides[dim]
         moved: list[Extent] = []
         for offset, nbytes, wanted, parts, rows in extents:
-            there: list[Part] = []
+            there: list[BoxCopy] = []
             for number, first, length, at, copy in parts:
                 box = self._boxes[number]
                 axis = box.axes[dim]
                 row = (n - axis.start) // axis.step if place is None else place
-                there.append(Part(number, first + ahead, length, at + row * box.rows[dim], copy))
+                there.append(BoxCopy(number, first + ahead, length, at + row * box.rows[dim], copy))
             moved.append(Extent(offset + ahead, nbytes, wanted, tuple(there), rows))
         return moved
 

@@ -14,7 +14,7 @@ from mfload.planning.request import Request, WholeTensors
 from mfload.planning.slicing import Selection
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """What is taken of a tensor, and of all that are alike.
 
     Attributes:
@@ -42,16 +42,16 @@ def kinds(requests: Sequence[Request]) -> Sequence[int]:
     return made
 
 
-def part(request: Request, selection: Selection | None) -> Part:
+def part(request: Request, selection: Selection | None) -> TensorPart:
     """What a selection takes of a whole tensor."""
     info, taken = request.info, request._replace(selection=selection)
     at = extents.contiguous(taken)
     ahead = None if at is None else at - info.pieces[0].offset
-    return Part(info.dtype, taken.shape, taken.nbytes, ahead, selection)
+    return TensorPart(info.dtype, taken.shape, taken.nbytes, ahead, selection)
 
 
 def take(
-    requests: Sequence[Request], parts: Sequence[Part], numbers: Sequence[int]
+    requests: Sequence[Request], parts: Sequence[TensorPart], numbers: Sequence[int]
 ) -> Sequence[Request]:
     """Requests for a part of each whole tensor: the one of `parts` with its number."""
     columns = requests.columns if isinstance(requests, WholeTensors) else None
@@ -71,7 +71,7 @@ def take(
     return WholeTensors(Columns(*moved))
 
 
-def _taken(request: Request, part: Part) -> Request:
+def _taken(request: Request, part: TensorPart) -> Request:
     info, dtype, _, checked, devices = request
     if part.ahead is None:
         return Request(info, dtype, part.selection, checked, devices)

@@ -26,7 +26,7 @@ _WHOLE = Stored()
 _ENDLESS = 1 << 62
 
 
-class _Array(NamedTuple):
+class _PieceBox(NamedTuple):
     """A box of a piece: the byte of its first element, and its dims, those with long steps first.
 
     Attributes:
@@ -69,14 +69,14 @@ def parts(requests: Sequence[Request], piece: Piece, costs: Costs) -> Iterator[E
 
 
 def _numbered(
-    wanted: Sequence[tuple[int, int, Wanted]], array: _Array, costs: Costs
+    wanted: Sequence[tuple[int, int, Wanted]], array: _PieceBox, costs: Costs
 ) -> Iterator[Extent]:
     given = array.lengths, array.strides, [each for _, _, each in wanted]
     for each in extents.extents(*given, costs):
-        made: list[extents.Part] = []
+        made: list[extents.BoxCopy] = []
         for box, offset, nbytes, at, copy in each.parts:
             number, ahead, _ = wanted[box]
-            made.append(extents.Part(number, offset + array.first, nbytes, at + ahead, copy))
+            made.append(extents.BoxCopy(number, offset + array.first, nbytes, at + ahead, copy))
         yield each._replace(offset=each.offset + array.first, parts=tuple(made))
 
 
@@ -114,7 +114,7 @@ def decoding(
     return Block(piece.source, piece.offset, nbytes, tuple(segments), nbytes, decode)
 
 
-def _array(box: Box, start: int, steps: Sequence[int], unit: int) -> _Array:
+def _array(box: Box, start: int, steps: Sequence[int], unit: int) -> _PieceBox:
     dims = list[tuple[int, int, int, bool]]()
     again: list[int] = []
     for dim, ((low, high), step) in enumerate(zip(box, steps, strict=True)):
@@ -127,13 +127,13 @@ def _array(box: Box, start: int, steps: Sequence[int], unit: int) -> _Array:
         dims.append((abs(step), length, dim, step < 0))
     dims.sort(key=lambda each: (-each[0], each[2]))
     strides, lengths, order, back = zip(*dims, strict=True) if dims else ((), (), (), ())
-    return _Array(
+    return _PieceBox(
         start * unit, lengths, tuple(step * unit for step in strides), order, back, tuple(again)
     )
 
 
 def _taken(
-    request: Request, axes: Sequence[Axis], box: Box, array: _Array, types: tuple[Any, Any]
+    request: Request, axes: Sequence[Axis], box: Box, array: _PieceBox, types: tuple[Any, Any]
 ) -> Iterator[tuple[int, Wanted]]:
     """What a request takes of a box: the first byte in the result, and boxes of the array."""
     rows = extents.places(request, axes, types[1].itemsize)

@@ -24,7 +24,7 @@ _PLACE = itemgetter(0, 1)  # Source and first byte.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where the result of a request lies."""
 
     request: Request
@@ -32,23 +32,23 @@ class Place(NamedTuple):
     at: int
 
 
-class Places(Sequence[Place]):
+class Places(Sequence[Position]):
     """The places of whole tensors, in columns; one is made when it is asked for."""
 
     def __init__(self, requests: WholeTensors, buffers: Any, at: Any) -> None:
         self.requests, self.buffers, self.at = requests, buffers, at
 
     @overload
-    def __getitem__(self, number: int) -> Place: ...
+    def __getitem__(self, number: int) -> Position: ...
     @overload
-    def __getitem__(self, number: slice) -> Sequence[Place]: ...
-    def __getitem__(self, number: int | slice) -> Place | Sequence[Place]:
+    def __getitem__(self, number: slice) -> Sequence[Position]: ...
+    def __getitem__(self, number: int | slice) -> Position | Sequence[Position]:
         if isinstance(number, slice):
             return list(self)[number]
-        return Place(self.requests[number], int(self.buffers[number]), int(self.at[number]))
+        return Position(self.requests[number], int(self.buffers[number]), int(self.at[number]))
 
-    def __iter__(self) -> Iterator[Place]:
-        return map(Place, self.requests, self.buffers.tolist(), self.at.tolist())
+    def __iter__(self) -> Iterator[Position]:
+        return map(Position, self.requests, self.buffers.tolist(), self.at.tolist())
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -65,7 +65,7 @@ class Plan(NamedTuple):
             land in mfload's memory on the host.
     """
 
-    places: Sequence[Place]
+    places: Sequence[Position]
     buffers: tuple[BufferSpec, ...]
     blocks: tuple[Block, ...]
     staged: int
@@ -220,7 +220,7 @@ class _Rows:
         self._requests, self._allocations, self._given = requests, allocations, given
         self._layout, self._reads, self._near, self._mapped = layout, reads, near, mapped
         self.places: list[Any] = [None] * len(requests)
-        self._kinds: dict[Any, _Kind] = {}
+        self._kinds: dict[Any, _PartKind] = {}
         # Where all results land, if they do so in one way.
         self._alike = HOST
         if allocations:
@@ -240,7 +240,7 @@ class _Rows:
             else:
                 where = self._allocations[number] if self._allocations else HOST
                 buffer, at = self._layout.place(request, nbytes, start, where)
-            self.places[number] = _new(Place, (request, buffer, at))
+            self.places[number] = _new(Position, (request, buffer, at))
             if nbytes and number not in self._near and self._is_read(buffer):
                 self._reads.run(source, start, nbytes, buffer, at)
             return
@@ -285,14 +285,14 @@ class _Rows:
                 for number, request, nbytes, offset in each
             ]
         for number, request, (buffer, at) in zip(numbers, wanted, spots, strict=True):
-            self.places[number] = _new(Place, (request, buffer, at))
+            self.places[number] = _new(Position, (request, buffer, at))
         return list(spots)
 
     def _is_read(self, buffer: int) -> bool:
         return self._given is not None or self._layout.specs[buffer].source is None
 
 
-class _Kind(NamedTuple):
+class _PartKind(NamedTuple):
     """What the parts of a tensor have in common with those of tensors that are cut alike.
 
     Attributes:
@@ -310,7 +310,7 @@ class _Kind(NamedTuple):
     packed: Packed | None
 
 
-def _kind(wanted: Sequence[Request], layout: Layout, known: dict[Any, _Kind]) -> _Kind:
+def _kind(wanted: Sequence[Request], layout: Layout, known: dict[Any, _PartKind]) -> _PartKind:
     """The kind of a tensor's parts; layers of a model are alike, and share it."""
     from mfload.planning import extents  # Whole tensors do without it.
 
@@ -329,7 +329,7 @@ def _kind(wanted: Sequence[Request], layout: Layout, known: dict[Any, _Kind]) ->
         number = None if any(request.checked for request in wanted) else len(known)
         same = len({request.dtype for request in wanted}) == 1
         packed = layout.packed(wanted[0].dtype, lengths) if same else None
-        known[key] = _Kind(number, order, ahead, lengths, packed)
+        known[key] = _PartKind(number, order, ahead, lengths, packed)
     return known[key]
 
 

@@ -26,7 +26,7 @@ from mfload import errors
 from mfload.io import buffers
 from mfload.runtime import Deadline, Task, in_forks
 from mfload.saving import targets
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.saving.save import Saved, fetched, threads_for
 from mfload.saving.writers import Writers
 
@@ -243,7 +243,7 @@ class Snapshot:
         self.copied = self.held = 0
         self._memory: Bytes | None = None
 
-    def keep(self, layouts: Sequence[Layout], skip: Collection[str]) -> list[Layout]:
+    def keep(self, layouts: Sequence[FileLayout], skip: Collection[str]) -> list[FileLayout]:
         """The same layouts with tensors as they are now, each to be fetched a single time.
 
         Tensors whose names are in `skip` are left as they are.
@@ -260,7 +260,7 @@ class Snapshot:
                 offset += row.nbytes
         self._memory, writers = _take(size), Writers(threads_for(size))
         memory: Any = self._memory
-        kept: list[Layout] = []
+        kept: list[FileLayout] = []
         try:
             for made in layouts:
                 rows = [*made.entries]

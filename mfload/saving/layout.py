@@ -41,7 +41,7 @@ _MAX_COUNT = 2**64 - 1
 _MAX_FILE = 2**63 - 1
 
 
-class Layout(NamedTuple):
+class FileLayout(NamedTuple):
     """A file to be written: its beginning, the tensors in file order, and its whole size.
 
     The data begins after `header`: the length, the JSON and the spaces.
@@ -69,7 +69,7 @@ def lay_out(
     align: int = ALIGN,
     *,
     ranked: bool = True,
-) -> Layout:
+) -> FileLayout:
     """Lays out one file; equal arguments give equal bytes. Unless `ranked`, in the given order."""
     rows = _ranked(entries) if ranked else list(entries)
     parts = [] if metadata is None else [f'"{_METADATA}":{_metadata_json(metadata)}']
@@ -97,7 +97,7 @@ def lay_out(
     _check_size("header", length, MAX_HEADER, "; max_shard_size makes several files")
     size = 8 + length + cursor
     _check_size("file", size, _MAX_FILE)
-    return Layout(struct.pack("<Q", length) + text.ljust(length), rows, size)
+    return FileLayout(struct.pack("<Q", length) + text.ljust(length), rows, size)
 
 
 def split(
@@ -116,7 +116,7 @@ def split(
 
 
 def index_json(
-    names: Iterable[str], layouts: Iterable[Layout], replaced: Sequence[str] = ()
+    names: Iterable[str], layouts: Iterable[FileLayout], replaced: Sequence[str] = ()
 ) -> bytes:
     """The index beside files of these names, as Hugging Face lays it out."""
     rows = [(row, name) for name, made in zip(names, layouts, strict=True) for row in made.entries]

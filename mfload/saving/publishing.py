@@ -38,7 +38,7 @@ from mfload.runtime import Deadline
 from mfload.saving import drafts as files, journal, layout, manifest_files, targets
 from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.saving.locks import lock_of, locked, only_writer
 from mfload.saving.targets import Existing, Location
 from mfload.sources.local import place_of
@@ -129,7 +129,7 @@ class SaveTarget:
     @contextmanager
     def drafts(
         self,
-        layouts: Sequence[Layout],
+        layouts: Sequence[FileLayout],
         key: str | None = None,
         deadline: Deadline | None = None,
     ) -> Generator[list[Draft]]:
@@ -209,7 +209,7 @@ class SaveTarget:
             os.unlink(spare)
 
     def publish(
-        self, drafts: Sequence[Draft], layouts: Sequence[Layout], manifest: bytes | None = None
+        self, drafts: Sequence[Draft], layouts: Sequence[FileLayout], manifest: bytes | None = None
     ) -> tuple[list[str], list[str]]:
         """Gives the drafts, which are whole and synced, their final names, all at once.
 
@@ -323,7 +323,7 @@ class _Change:
     target: SaveTarget
     directory: int
     drafts: Sequence[Draft]
-    layouts: Sequence[Layout]
+    layouts: Sequence[FileLayout]
     indexed: bool = False  # Whether an index is there at the end.
 
     def commit(self, names: Sequence[str], *, indexed: bool, replaced: Sequence[str] = ()) -> None:

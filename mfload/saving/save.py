@@ -21,7 +21,7 @@ from mfload.runtime import Deadline, cores, gc_paused
 from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import TensorToSave, export
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.saving.publishing import SaveTarget, some_of
 from mfload.saving.writers import Write, Writers
 
@@ -34,7 +34,7 @@ _SOON = 256 << 20
 _SHOWN = 8
 
 Prepare = Callable[[], "tuple[Mapping[str, Any], Mapping[str, str] | None, Sealing | None]"]
-Keep = Callable[[Sequence[Layout], Collection[str]], Sequence[Layout]]
+Keep = Callable[[Sequence[FileLayout], Collection[str]], Sequence[FileLayout]]
 """Copies or holds the arrays of layouts, but for some names; returns layouts of what was kept."""
 
 
@@ -100,7 +100,7 @@ class Sealing(Protocol):
         """Writes to a draft, as `Draft.write`, and remembers the hash."""
         ...
 
-    def manifest(self, drafts: Sequence[Draft], layouts: Sequence[Layout]) -> bytes | None:
+    def manifest(self, drafts: Sequence[Draft], layouts: Sequence[FileLayout]) -> bytes | None:
         """Reads synced drafts back; returns their manifest, raises WriteError if they differ."""
         ...
 
@@ -141,7 +141,7 @@ def begin(prepare: Prepare, wishes: SaveWishes, keep: Keep | None = None) -> Cal
 def _write(
     start: float,
     target: SaveTarget,
-    layouts: Sequence[Layout],
+    layouts: Sequence[FileLayout],
     notes: Sequence[str],
     progress: Progress,
     deadline: Deadline | None,
@@ -178,7 +178,7 @@ def threads_for(size: int) -> int:
     return max(1, min(most, size // (2 * BLOCK)))
 
 
-def _writes(way: Callable[..., int], made: Layout) -> Iterator[Write]:
+def _writes(way: Callable[..., int], made: FileLayout) -> Iterator[Write]:
     """Cuts a file into blocks, each fetched when its turn comes, and written the way given.
 
     Bytes are fetched in the thread that saves: frameworks order their work by thread. Whatever

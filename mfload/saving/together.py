@@ -33,7 +33,7 @@ from mfload.saving import layout
 from mfload.saving.descriptors import closed, opened
 from mfload.saving.drafts import BLOCK, Draft, fsync, write_all
 from mfload.saving.export import TensorToSave, export, unboxed
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.save import Keep, Prepare, Saved, SaveWishes, Sealing, fetched, widened
 
@@ -133,7 +133,7 @@ def _finish(
 def _publish(
     target: SaveTarget,
     drafts: Sequence[Draft],
-    layouts: Sequence[Layout],
+    layouts: Sequence[FileLayout],
     saved: Saved,
     start: float,
     seal: Sealing | None,
@@ -211,7 +211,7 @@ def _write(hidden: str, ranges: Iterable[_Range], group: agree.ProcessGroup, adv
     return written
 
 
-def _ranges(made: Layout, spread: Mapping[str, Any], first: bool) -> Iterator[_Range]:
+def _ranges(made: FileLayout, spread: Mapping[str, Any], first: bool) -> Iterator[_Range]:
     """Offsets in a draft, and the bytes that this process writes there."""
     from mfload.mesh import jax_pieces
 

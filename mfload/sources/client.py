@@ -116,7 +116,7 @@ def from_netrc(host: str, *, named: bool = False) -> dict[str, str]:
     return {} if found is None else {"Authorization": _basic(f"{found[0] or found[1]}:{found[2]}")}
 
 
-class Limits(NamedTuple):
+class Timeouts(NamedTuple):
     """What a server is waited for.
 
     Attributes:
@@ -146,7 +146,7 @@ class Answer(http.client.HTTPResponse):
     _heads = 0
     at_end: Callable[[bool], object] = bool
 
-    def __init__(self, sock: Any, *args: Any, limits: Limits, **more: Any) -> None:
+    def __init__(self, sock: Any, *args: Any, limits: Timeouts, **more: Any) -> None:
         super().__init__(sock, *args, **more)
         self.timed = Timed(sock, self.fp.detach())
         self.patience = limits.stalled
@@ -250,7 +250,7 @@ class Client:
         server: Server,
         path: str,
         headers: dict[str, str],
-        limits: Limits,
+        limits: Timeouts,
         *,
         method: str = "GET",
         body: bytes | None = None,

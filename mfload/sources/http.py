@@ -26,7 +26,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from mfload import errors
 from mfload.options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
-from mfload.sources.client import BROKEN, Answer, Client, Limits, fill, from_netrc
+from mfload.sources.client import BROKEN, Answer, Client, Timeouts, fill, from_netrc
 from mfload.sources.tls import Tls
 
 T = TypeVar("T")
@@ -89,7 +89,7 @@ class Version(NamedTuple):
         return f"{errors.amount(self.size)}, {self.validator}"
 
 
-class Target(NamedTuple):
+class RequestTarget(NamedTuple):
     """Where a request goes."""
 
     scheme: str
@@ -98,7 +98,7 @@ class Target(NamedTuple):
     path: str  # With the query.
 
     @staticmethod
-    def of(url: str) -> Target:
+    def of(url: str) -> RequestTarget:
         """Takes a URL apart; raises UsageError for one that is malformed."""
         what = "the URL is malformed"
         with suppress(ValueError):
@@ -111,7 +111,7 @@ class Target(NamedTuple):
                 what = "the URL has characters that must be percent-encoded"
             elif scheme in _PORTS and host:
                 path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-                return Target(scheme, host, _PORTS[scheme] if port is None else port, path)
+                return RequestTarget(scheme, host, _PORTS[scheme] if port is None else port, path)
         expected = "https://host/path/model.safetensors"
         raise errors.UsageError(what, expected=expected, found=redacted(url))
 
@@ -122,7 +122,7 @@ class Target(NamedTuple):
         port = "" if self.port == _PORTS[self.scheme] else f":{self.port}"
         return f"{self.scheme}://{host}{port}{self.path}"
 
-    def same_server(self, other: Target) -> bool:
+    def same_server(self, other: RequestTarget) -> bool:
         """Whether credentials for this server may be sent to another: it is the same one.
 
         From http:// to https:// on their usual ports counts as the same.
@@ -137,7 +137,7 @@ def open_url(url: str, options: LoadOptions) -> HttpSource:
     Raises:
         UsageError: The URL is malformed, holds a password, or names a directory.
     """
-    if Target.of(url).path.partition("?")[0].endswith("/"):
+    if RequestTarget.of(url).path.partition("?")[0].endswith("/"):
         raise errors.UsageError(
             "the files behind a URL can't be listed",
             expected="the URL of a .safetensors file or of a .safetensors.index.json",
@@ -169,8 +169,8 @@ class HttpSource:
         version: Version | None = None,
     ) -> None:
         self.name, self.patience = redacted(url), PATIENCE if timeout is None else timeout
-        self.limits = Limits(min(STALLED, self.patience))
-        self.first = self.target = Target.of(url)
+        self.limits = Timeouts(min(STALLED, self.patience))
+        self.first = self.target = RequestTarget.of(url)
         self.headers = {name.title(): value for name, value in headers}
         if "Authorization" not in self.headers:
             self.headers |= from_netrc(self.first.host)
@@ -279,7 +279,7 @@ class HttpSource:
         beside.shard = True
         return beside
 
-    def headers_for(self, target: Target) -> dict[str, str]:
+    def headers_for(self, target: RequestTarget) -> dict[str, str]:
         """What another server than that of the URL is sent: the entry in `.netrc` with its name."""
         if self.first.same_server(target):
             return self.headers
@@ -287,14 +287,14 @@ class HttpSource:
             self._others[target.host] = from_netrc(target.host, named=True)
         return self._others[target.host]
 
-    def follow(self, target: Target, location: str | None) -> Target:
+    def follow(self, target: RequestTarget, location: str | None) -> RequestTarget:
         """Where a redirect leads; raises SourceError if it must not be followed."""
         what, url = "without saying where to", ""
         with suppress(UnicodeError):  # `http.client` takes UTF-8 for Latin-1.
             location = location and location.encode("latin-1").decode()
         try:
             url = urljoin(target.url, quote((location or "").strip(), safe=_IN_URLS))
-            made = Target.of(url)
+            made = RequestTarget.of(url)
             if location is not None and (target.scheme, made.scheme) != ("https", "http"):
                 self.target = made
                 return made
@@ -456,7 +456,7 @@ class HttpHandle(ClosedAtEnd):
             else:
                 return answer
 
-    def _send(self, target: Target, span: str | None) -> Answer:
+    def _send(self, target: RequestTarget, span: str | None) -> Answer:
         source, ranges = self._source, {} if span is None else {"Range": span}
         headers = ranges | source.headers_for(target)
         return source.client.ask(target[:3], target.path, headers, source.limits)

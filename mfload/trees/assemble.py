@@ -30,7 +30,7 @@ from mfload.io import buffers
 from mfload.loading.allocate import check_host
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
-from mfload.mesh.base import Share, TensorShares, Whole
+from mfload.mesh.base import DeviceShare, TensorShares, Whole
 from mfload.mesh.jax_backend import JaxBackend, JaxMeshAdapter, arrives, moved
 from mfload.options import OVERHEAD, LoadOptions
 from mfload.planning import request
@@ -82,7 +82,7 @@ class _Kind(NamedTuple):
 
     nbytes: int
     separate: bool
-    lands: tuple[tuple[int, tuple[Share, ...]], ...] = ()
+    lands: tuple[tuple[int, tuple[DeviceShare, ...]], ...] = ()
     alone: Any = None
     on_host: host_leaves.Kind | None = None
     compiled: bool = False
@@ -254,7 +254,7 @@ class Assembly:
             return kind._replace(lands=((0, held),))
         if 0 in shape:
             return kind  # There is nothing to read.
-        lands: list[tuple[int, tuple[Share, ...]]] = []
+        lands: list[tuple[int, tuple[DeviceShare, ...]]] = []
         parts = batches.parts(recipe, held)
         for part in parts:
             if part.transform.plain:
@@ -508,7 +508,7 @@ def _by_device(wanted: _Wanted, fetched: list[Any]) -> dict[int, dict[int, list[
 
 
 def _shares(
-    recipe: Recipe, taken: Iterable[tuple[int, tuple[Share, ...]]], separate: bool = False
+    recipe: Recipe, taken: Iterable[tuple[int, tuple[DeviceShare, ...]]], separate: bool = False
 ) -> Iterator[TensorShares]:
     """What is wanted of the tensors of a leaf, given their numbers and shares."""
     for number, held in taken:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from mfload.index import Box, TensorInfo
-from mfload.mesh.base import Share, TensorShares
+from mfload.mesh.base import DeviceShare, TensorShares
 from mfload.planning.memory import grouped
 from mfload.planning.slicing import shape_of
 from mfload.trees.recipe import Recipe
@@ -25,7 +25,7 @@ class LeafPart(NamedTuple):
 
     recipe: Recipe
     box: Box
-    holders: tuple[Share, ...]
+    holders: tuple[DeviceShare, ...]
     sources: tuple[tuple[TensorInfo, Box], ...]
     transform: Transform
     nbytes: int  # Of the sources when they have landed.
@@ -45,15 +45,15 @@ class BatchItem(NamedTuple):
     last: bool = True  # Of the leaf.
 
 
-def parts(recipe: Recipe, held: Iterable[Share]) -> list[LeafPart]:
+def parts(recipe: Recipe, held: Iterable[DeviceShare]) -> list[LeafPart]:
     """The boxes of a leaf, each once, from the shares of all devices."""
-    holders: dict[Box, list[Share]] = {}
+    holders: dict[Box, list[DeviceShare]] = {}
     for share in held:
         holders.setdefault(share.box, []).append(share)
     return [_part(recipe, box, tuple(found)) for box, found in holders.items()]
 
 
-def _part(recipe: Recipe, box: Box, holders: tuple[Share, ...]) -> LeafPart:
+def _part(recipe: Recipe, box: Box, holders: tuple[DeviceShare, ...]) -> LeafPart:
     transform, reads = recipe.transform.part(box)
     sources = tuple((recipe.tensors[number], read) for number, read in reads)
     nbytes = sum(recipe.landed.size_of(shape_of(read)) or 0 for _, read in sources)

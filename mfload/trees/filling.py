@@ -32,7 +32,7 @@ from mfload.loading.allocate import check_host
 from mfload.loading.execute import Advance
 from mfload.loading.session import Loader, Session
 from mfload.mesh import base, load as mesh_load
-from mfload.mesh.base import MeshBackend, Share, TensorShares
+from mfload.mesh.base import DeviceShare, MeshBackend, TensorShares
 from mfload.options import LoadOptions, Options, started
 from mfload.planning.extents import c_strides
 from mfload.planning.memory import Ledger, grouped
@@ -294,7 +294,7 @@ class Filling:
             if strided:
                 continue
             boxes = [(rank, some[at][0]) for rank, some in held]
-            shares = tuple([Share(rank, number, box) for rank, box in boxes if _filled(box)])
+            shares = tuple([DeviceShare(rank, number, box) for rank, box in boxes if _filled(box)])
             wanted = TensorShares(recipe.tensors[0], recipe.landed, recipe.checked, shares)
             if not lands:
                 if memory.pop(number, None) is None and not leaf.abstract:

@@ -18,7 +18,7 @@ import numpy as np
 from mfload.frameworks import private_api
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.index import Box
-from mfload.mesh.base import Share
+from mfload.mesh.base import DeviceShare
 from mfload.mesh.jax_backend import JaxBackend, arrives
 from mfload.options import OVERHEAD
 from mfload.planning.extents import c_strides
@@ -54,7 +54,7 @@ class Kind(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     sharding: Any
-    reads: tuple[tuple[int, tuple[Share, ...]], ...]
+    reads: tuple[tuple[int, tuple[DeviceShare, ...]], ...]
     box: Box | None
     transform: Transform | None
     joined: bool
@@ -73,13 +73,13 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
     for process, _, box in shares:
         pairs = zip(around.get(process, box), box, strict=True)
         around[process] = tuple([(min(a, c), max(b, d)) for (a, b), (c, d) in pairs])
-    reads: dict[int, list[Share]] = {}
+    reads: dict[int, list[DeviceShare]] = {}
     waits: Counter[int] = Counter()
     mine, joined = None, False
     for process, hull in around.items():
         transform, found = recipe.transform.part(hull)
         for number, box in found:
-            reads.setdefault(number, []).append(Share(process, 0, box))
+            reads.setdefault(number, []).append(DeviceShare(process, 0, box))
             waits[process] += recipe.landed.size_of(shape_of(box)) or 0
         strided = transform.places(c_strides(shape_of(hull), 1)) is not None
         if process == backend.rank:

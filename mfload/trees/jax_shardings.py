@@ -29,7 +29,7 @@ Rules = Sequence[tuple[str, Any]] | None
 """Pairs of a logical axis and the axis, the axes or None of the mesh that it lies on."""
 
 
-class Place(NamedTuple):
+class LeafPlace(NamedTuple):
     """Where a leaf lies, and how.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 def resolve(
     leaves: Sequence[Leaf], filled: Iterable[int], asked: MeshArguments, rules: Any
-) -> list[Place]:
+) -> list[LeafPlace]:
     """The place of each leaf that is filled; shardings are checked against the leaf's shape.
 
     Of a leaf's names the first that a rule of `shardings=` matches counts.
@@ -78,11 +78,14 @@ def resolve(
     rows = [Row(leaf.name, leaf.shape, leaf.names, leaf) for leaf in some]
     asked = MeshArguments(mesh, shardings, asked.unmatched, known)
     chosen = jax_specs.resolve(rows, asked, own)
-    places = {id(each): Place(each, committed=False) for each in free.values()}
-    places[id(nowhere)] = Place(None)
+    places = {id(each): LeafPlace(each, committed=False) for each in free.values()}
+    places[id(nowhere)] = LeafPlace(None)
     for number, form in forms.items():
-        chosen[number] = Place(chosen[number], form=form)
-    return [each if type(each) is Place else places.get(id(each)) or Place(each) for each in chosen]
+        chosen[number] = LeafPlace(chosen[number], form=form)
+    return [
+        each if type(each) is LeafPlace else places.get(id(each)) or LeafPlace(each)
+        for each in chosen
+    ]
 
 
 def processes(mesh: Any, asked: Any, leaves: Sequence[Leaf] | None) -> tuple[int, ...]:

@@ -58,7 +58,7 @@ def take_apart(target: Any, *, numbered: bool = False) -> Tree:
 
     `numbered`: whether leaves have the names as well in which fields of named tuples are numbers.
     """
-    walk = _Walk(numbered=numbered)
+    walk = _TreeWalk(numbered=numbered)
     top = walk.below if is_node(target) else walk.node
     build: Any = top(target, (), Leaf((), ()))  # What is a node is no leaf.
     leaves = tuple(_leaf(*found) for found in walk.found)
@@ -151,7 +151,7 @@ _Build = Callable[[Sequence[Any], dict[int, Any]], Any]
 """Makes a node of the values of all leaves, and of what was made of shared nodes, by id."""
 
 
-class _Walk:
+class _TreeWalk:
     """Goes through a tree once. A role is a leaf with nothing but what Flax says of it."""
 
     def __init__(self, *, numbered: bool) -> None:

@@ -63,7 +63,7 @@ class Rule:
     family: bool = False
 
 
-class Entry(NamedTuple):
+class KeyMapEntry(NamedTuple):
     """A line of a key map: a regex, and the rules for what it matches (none: left out)."""
 
     pattern: re.Pattern[str]
@@ -136,7 +136,7 @@ def rule(
     return made
 
 
-def read(mapping: Any) -> tuple[Entry, ...]:
+def read(mapping: Any) -> tuple[KeyMapEntry, ...]:
     """The lines of a key map: a mapping from regexes, or a list of pairs."""
     pairs: list[Any] = [None]
     if isinstance(mapping, Iterable) and not isinstance(mapping, str):
@@ -145,11 +145,11 @@ def read(mapping: Any) -> tuple[Entry, ...]:
         expected = "{regex: " + _FORMS + "}, a list of such pairs, or a function of the name"
         found = repr(mapping)
         raise errors.UsageError("mapping= is not a key map", expected=expected, found=found)
-    entries: list[Entry] = []
+    entries: list[KeyMapEntry] = []
     for key, value in pairs:
         pattern = compiled(key)
         try:
-            entries.append(Entry(pattern, _rules(value)))
+            entries.append(KeyMapEntry(pattern, _rules(value)))
             _check_groups(entries[-1])
         except errors.UsageError as error:
             raise errors.UsageError(
@@ -208,7 +208,7 @@ def _family(name: str, transform: Any) -> Rule:
     return Rule((name,), steps, family=True)
 
 
-def _check_groups(entry: Entry) -> None:
+def _check_groups(entry: KeyMapEntry) -> None:
     """Refuses groups that the regex does not have, before any name is looked at."""
     pattern, rules = entry
     numbered = f"a group from 1 to {pattern.groups}" if pattern.groups else "no group: it has none"

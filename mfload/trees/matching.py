@@ -20,7 +20,7 @@ from mfload.planning.selection import Names
 from mfload.progress import Progress
 from mfload.report import Report
 from mfload.trees import keymap
-from mfload.trees.keymap import Entry, Rule
+from mfload.trees.keymap import KeyMapEntry, Rule
 from mfload.trees.recipe import Claim, Leaf, MisfitError, Recipe, Recipes, brief, new_row
 
 _GUESSED, _AMONG = 20, 500  # Names with close ones, and names that these are sought among.
@@ -192,7 +192,7 @@ class Claims:
         # Stored tensors that go nowhere, with the name that they were given, if any.
         self.stray: list[tuple[TensorInfo, str | None]] = []
         self.twice: list[str] = []  # What is said of tensors that several rules match.
-        self.entries: tuple[Entry, ...] = ()
+        self.entries: tuple[KeyMapEntry, ...] = ()
         self.used: set[int] = set()  # Numbers of entries that a tensor went by.
         self.passed: set[str] = set()  # Targets of tensors that were not picked.
         self._targets, self._resolve, self._picked = targets, resolve, picked
@@ -438,7 +438,7 @@ def _nothing_fits(
     )
 
 
-def _matches_part(entry: Entry, name: str) -> bool:
+def _matches_part(entry: KeyMapEntry, name: str) -> bool:
     found = entry.pattern.search(name)
     return found is not None and found[0] != ""
 

@@ -110,7 +110,7 @@ def named(state: Any, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any
     if metadata is not None and structure.KEY in metadata:
         expected = "another name: the tree of what is saved has this one"
         raise errors.UsageError("invalid metadata", expected=expected, found=structure.KEY)
-    walk = _Walk()
+    walk = _OutlineWalk()
     try:
         text = structure.dumps(walk.node(state, ()))
     except RecursionError:
@@ -125,7 +125,7 @@ def named(state: Any, metadata: Mapping[str, str] | None) -> tuple[dict[str, Any
     return walk.arrays, {**(metadata or {}), structure.KEY: text}
 
 
-class _Walk:
+class _OutlineWalk:
     def __init__(self) -> None:
         self.arrays: dict[str, Any] = {}
         self._paths: dict[str, tuple[str, ...]] = {}  # Of all leaves, by name.

@@ -25,7 +25,7 @@ Meet = Callable[[Any, dict[str, Any], str], None]
 """Takes a module, the dict that it is about to copy from, and what its names begin with there."""
 
 
-class Part(NamedTuple):
+class HookedModule(NamedTuple):
     """A module that is loaded by `load_state_dict`, and what its names begin with."""
 
     prefix: str
@@ -51,14 +51,14 @@ def whole(module: Any) -> bool:
     return getattr(module.load_state_dict, "__func__", None) is not _BASE.load_state_dict
 
 
-def parts(module: Any, also: Iterable[int] = ()) -> list[Part]:
+def parts(module: Any, also: Iterable[int] = ()) -> list[HookedModule]:
     """The outermost modules with a say before or while they are filled, and others by their `id`.
 
     Hooks of `torch.distributed` have none: FSDP2's load nothing, and those of wrappers change names
     that `state_dict` has changed before. So wrappers are loaded by hooks if what they wrap is.
     """
     if whole(module):
-        return [Part("", module)]
+        return [HookedModule("", module)]
     every = _prefixes(module)
     forced = set(also)
     own = {
@@ -68,7 +68,7 @@ def parts(module: Any, also: Iterable[int] = ()) -> list[Part]:
         or _overrides(each)
         or not all(name.startswith("torch.distributed.") for name in _pre_hooks(each))
     }
-    found: list[Part] = []
+    found: list[HookedModule] = []
     for part in every:
         if found and part.prefix.startswith(found[-1].prefix):
             continue
@@ -85,7 +85,9 @@ def listening(module: Any) -> list[str]:
     return [part.prefix for part in _prefixes(module) if any(_post_hooks(part.module))]
 
 
-def load(part: Part, state: Mapping[str, Any], meet: Meet, strict: bool, outermost: bool) -> Wrong:
+def load(
+    part: HookedModule, state: Mapping[str, Any], meet: Meet, strict: bool, outermost: bool
+) -> Wrong:
     """Loads a part from tensors by their names; `meet` is called before each module is filled.
 
     `outermost`: by the part's own `load_state_dict`, which may have another one's signature.
@@ -170,9 +172,9 @@ def _met(module: Any, meet: Meet) -> Generator[None]:
         yield
 
 
-def _prefixes(module: Any) -> list[Part]:
+def _prefixes(module: Any) -> list[HookedModule]:
     every = module.named_modules(remove_duplicate=False)
-    return [Part(f"{path}." if path else "", each) for path, each in every]
+    return [HookedModule(f"{path}." if path else "", each) for path, each in every]
 
 
 def _overrides(module: Any) -> bool:

@@ -91,7 +91,9 @@ class TorchModule(Module):
             if private_api.torch_saves(owner, name)
         }
 
-    def _find_parts(self, state: Mapping[str, Any], also: set[int]) -> list[torch_hooks.Part]:
+    def _find_parts(
+        self, state: Mapping[str, Any], also: set[int]
+    ) -> list[torch_hooks.HookedModule]:
         """What loads by code of its own, and owners of what that shares: the last value counts."""
         while parts := torch_hooks.parts(self._module, also):
             inside = tuple(part.prefix for part in parts)
@@ -243,7 +245,10 @@ class TorchModule(Module):
     # Modules that are loaded by code of their own.
 
     def take(self, prefix: str, state: dict[str, Any], wish: Any, *, strict: bool) -> None:
-        part, own = torch_hooks.Part(prefix, self._parts[prefix]), torch_hooks.whole(self._module)
+        part, own = (
+            torch_hooks.HookedModule(prefix, self._parts[prefix]),
+            torch_hooks.whole(self._module),
+        )
         if own and strict:  # One name is enough for a variable.
             for name in self._aliases.keys() - state.keys():
                 known = (other for other in self._aliases[name] if other in state)

@@ -17,7 +17,7 @@ from benchmarks.results import Results
 from benchmarks.subject import whole
 from mfload import errors
 from mfload.bench import ceilings, loaders, machine, measuring
-from mfload.bench.ceilings import MIB, Extent, Pattern
+from mfload.bench.ceilings import MIB, ByteRange, Pattern
 from mfload.bench.measuring import entrants_of
 from mfload.formats import checkpoint
 from mfload.io import probes
@@ -40,7 +40,7 @@ def test_extents_join_what_nearly_touches(model: Path) -> None:
     rows = list(index.tensors.values())
     (one,) = ceilings.extents_of(index, rows)
     first = min(row.pieces[0].offset for row in rows)
-    assert one == Extent(str(model), first, model.stat().st_size)
+    assert one == ByteRange(str(model), first, model.stat().st_size)
     large = sorted(rows, key=lambda row: row.nbytes)[-2:]
     apart = ceilings.extents_of(index, large)
     assert sum(stop - start for _, start, stop in apart) == sum(row.nbytes for row in large)
@@ -70,10 +70,10 @@ def test_a_pattern_reads_the_bytes_of_every_extent(
     path = tmp_path / "data"
     path.write_bytes(data)
     parts = [
-        Extent(str(path), 0, 100),
-        Extent(str(path), 5000, 5001),
-        Extent(str(path), 8191, 3 * MIB + 1),
-        Extent(str(path), 4 * MIB, len(data)),
+        ByteRange(str(path), 0, 100),
+        ByteRange(str(path), 5000, 5001),
+        ByteRange(str(path), 8191, 3 * MIB + 1),
+        ByteRange(str(path), 4 * MIB, len(data)),
     ]
     found = ceilings.read(parts, Pattern(threads, 1 * MIB, direct=direct))
     assert _held(found) == [data[start:stop] for _, start, stop in parts]
@@ -90,7 +90,7 @@ def test_a_pattern_refuses_a_file_that_ends_early(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"a" * 5000)
     with pytest.raises(OSError, match="ended early"):
-        ceilings.read([Extent(str(path), 0, 10_000)], compared.WARM)
+        ceilings.read([ByteRange(str(path), 0, 10_000)], compared.WARM)
 
 
 @pytest.mark.parametrize("cores", [1, 2, 64])
@@ -122,7 +122,7 @@ def test_the_page_cache_is_filled_and_dropped(tmp_path: Path) -> None:
         pytest.skip("a file system in memory")
     path = tmp_path / "data"
     path.write_bytes(np.random.default_rng(0).bytes(3 * MIB + 5))
-    parts = [Extent(str(path), 4096, 2 * MIB), Extent(str(path), 2 * MIB + 4096, 3 * MIB + 5)]
+    parts = [ByteRange(str(path), 4096, 2 * MIB), ByteRange(str(path), 2 * MIB + 4096, 3 * MIB + 5)]
     for cold in (True, False, False, True):
         machine.fill_or_drop(parts, cold=cold)
         assert machine.cached_share(parts) in (not cold, None)
@@ -166,8 +166,8 @@ def test_headers_are_dropped_too(tmp_path: Path) -> None:
     with path.open("rb", buffering=0) as file:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         file.read(4096)
-    machine.fill_or_drop([Extent(str(path), MIB, 3 * MIB)], cold=True)
-    assert machine.cached_share([Extent(str(path), 0, 4096)]) in (0, None)
+    machine.fill_or_drop([ByteRange(str(path), MIB, 3 * MIB)], cold=True)
+    assert machine.cached_share([ByteRange(str(path), 0, 4096)]) in (0, None)
 
 
 def test_memory_is_primed_and_counted() -> None:

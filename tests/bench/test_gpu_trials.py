@@ -36,7 +36,7 @@ from benchmarks.process import environment
 from benchmarks.runner import Bed
 from mfload import dtypes
 from mfload.bench.loaders import PAGE, touch
-from mfload.io.subprocess_probe import Answer
+from mfload.io.subprocess_probe import Probed
 
 # What is known of the GPU --------------------------------------------------------------------
 
@@ -45,11 +45,11 @@ def test_facts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     device = {"name": "Made-up", "memory": 1 << 30, "pci": "0000:01:00.0"}
     answers = iter(
         [
-            Answer(None, "timeout"),
-            Answer({"error": "no libcuda"}),
-            Answer({"driver": "1.2", "devices": []}),
-            Answer({"driver": "1.2", "devices": [device]}),
-            Answer({"driver": "1.2", "devices": [device, device]}),
+            Probed(None, "timeout"),
+            Probed({"error": "no libcuda"}),
+            Probed({"driver": "1.2", "devices": []}),
+            Probed({"driver": "1.2", "devices": [device]}),
+            Probed({"driver": "1.2", "devices": [device, device]}),
         ]
     )
     monkeypatch.setattr(gpu_facts, "ask", lambda *_, **__: next(answers))

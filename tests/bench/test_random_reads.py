@@ -13,8 +13,8 @@ import pytest
 
 from mfload import errors
 from mfload.bench import machine, random_reads
-from mfload.io.gather import Gather, Reads
-from mfload.io.subprocess_probe import Answer
+from mfload.io.gather import Gather, ReadColumns
+from mfload.io.subprocess_probe import Probed
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +44,10 @@ def test_points_count_what_was_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
 ) -> None:
     files = [_written(tmp_path / "a", 300_000), _written(tmp_path / "b", 70_001)]
-    seen: list[tuple[int, int, Reads]] = []
+    seen: list[tuple[int, int, ReadColumns]] = []
     read = Gather.read
 
-    def noted(self: Gather, reads: Reads) -> None:
+    def noted(self: Gather, reads: ReadColumns) -> None:
         seen.append((self.depth, int(reads.nbytes[0, 0]), reads))
         read(self, reads)
 
@@ -101,7 +101,7 @@ def test_a_scratch_file_is_written_measured_and_gone(
 ) -> None:
     ask, looked = random_reads.ask, list[tuple[str, int, bytes]]()
 
-    def watched(*given: Any, **more: Any) -> Answer:
+    def watched(*given: Any, **more: Any) -> Probed:
         (path,) = more["given"]["files"]
         with open(path, "rb") as file:
             looked.append((path, os.path.getsize(path), file.read(4096)))
@@ -135,8 +135,8 @@ def test_an_engine_that_fails_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
     path = _written(tmp_path / "a", 100_000)
     before = Path(path).stat().st_mtime_ns
     answers = {
-        "io_uring": Answer({"points": [], "why": "Operation not permitted"}),
-        "threads": Answer(None, "crashed with SIGSEGV"),
+        "io_uring": Probed({"points": [], "why": "Operation not permitted"}),
+        "threads": Probed(None, "crashed with SIGSEGV"),
     }
     monkeypatch.setattr(random_reads, "ask", lambda *_, given, **__: answers[given["engine"]])
     found = random_reads.bench([path], _silent, quick=True)

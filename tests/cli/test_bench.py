@@ -20,7 +20,7 @@ import samples
 
 from mfload.bench import machine, measuring, random_reads, results
 from mfload.cli import bench, run
-from mfload.io.subprocess_probe import Answer
+from mfload.io.subprocess_probe import Probed
 
 QUICK = ("--quick", "--rounds", "1", "--frameworks", "numpy")
 
@@ -35,14 +35,14 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 def faked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures that no process was started for."""
 
-    def ask(*_: str, given: dict[str, Any], **__: object) -> Answer:
+    def ask(*_: str, given: dict[str, Any], **__: object) -> Probed:
         ours = given["name"].startswith("mfload-")
         legs = {"route": [("pread", "small read", 1)], "threads": 1, "notes": []}
         found = {
             "load_s": 0.25, "touch_s": 0.25, "seconds": 0.5, "cpu_s": 0.5, "peak_over": 1 << 20,
             "explained": legs if ours else None,
         }  # fmt: skip
-        return Answer(found)
+        return Probed(found)
 
     monkeypatch.setattr(measuring, "ask", ask)
 

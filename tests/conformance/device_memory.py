@@ -25,7 +25,7 @@ from leaks import left
 import mfload
 from mfload import dtypes, errors, frameworks
 from mfload.cuda import discovery, memory
-from mfload.cuda.device import Device, Rows
+from mfload.cuda.device import Device, DeviceRows
 from mfload.dlpack import View
 from mfload.frameworks.base import Adapter
 from mfload.index import Piece, TensorInfo
@@ -71,7 +71,7 @@ def write(device: Device, parts: Sequence[tuple[Any, int, bytes]]) -> None:
     for target, at, raw in parts:
         if raw:
             slot[: len(raw)] = np.frombuffer(raw, np.uint8)
-            stream.copy_in(target, at, slot, Rows(1, len(raw), len(raw)))
+            stream.copy_in(target, at, slot, DeviceRows(1, len(raw), len(raw)))
             stream.synchronize()
     stream.close()
     device.unpin(slot)

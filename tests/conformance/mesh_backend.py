@@ -21,7 +21,7 @@ from mfload.formats import checkpoint
 from mfload.index import Box
 from mfload.loading.session import Loader
 from mfload.mesh import base
-from mfload.mesh.base import MeshArguments, MeshBackend, Store, TensorShares, Whole
+from mfload.mesh.base import KeyValueStore, MeshArguments, MeshBackend, TensorShares, Whole
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
 from mfload.runtime import Deadline
@@ -188,7 +188,7 @@ class Conformance:
             check_store(store)
 
 
-def check_store(store: Store) -> None:
+def check_store(store: KeyValueStore) -> None:
     """What the store of a backend must do; leaves nothing behind."""
     prefix = "mfload/conformance/"
     try:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from devices.fake import FakeDevice, span
 
-from mfload.cuda.device import Rows
+from mfload.cuda.device import DeviceRows
 from mfload.cuda.memory import DeviceBuffer
 
 _PATIENCE, _START = 3.0, 10.0
@@ -152,7 +152,7 @@ class _TimedStream:
         self.device, self._clock = device, device.clock
         self._end, self._open = 0.0, True
 
-    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
+    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: DeviceRows) -> None:
         device, nbytes = self.device, rows.count * rows.nbytes
         device.called("copy_in", nbytes)
         given = source.reshape(-1)[: span(rows)]

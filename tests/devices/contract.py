@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from mfload import errors
 from mfload.cuda import memory
-from mfload.cuda.device import Rows
+from mfload.cuda.device import DeviceRows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.dtypes import TABLE
 from mfload.io import buffers
@@ -50,8 +50,8 @@ def streams(device: Any, count: int = 1) -> Iterator[Any]:
             stream.close()
 
 
-def flat(nbytes: int) -> Rows:
-    return Rows(1, nbytes, nbytes)
+def flat(nbytes: int) -> DeviceRows:
+    return DeviceRows(1, nbytes, nbytes)
 
 
 def upload(device: Any, data: Any) -> DeviceBuffer:
@@ -153,7 +153,7 @@ class Contract:
     def test_rows(
         self, device: Any, count: int, nbytes: int, gap: int, at: int, within: bool
     ) -> None:
-        rows = Rows(count, nbytes, nbytes + gap)
+        rows = DeviceRows(count, nbytes, nbytes + gap)
         data = noise(5 + max(0, count - 1) * (nbytes + gap) + nbytes)
         target = upload(device, np.zeros(at + count * nbytes + 3, np.uint8))
         if within:
@@ -174,7 +174,7 @@ class Contract:
             stream.copy_within(target, 0, source, 1000, flat(3000))
         assert download(target).tobytes() == data[1000:4000].tobytes()
         with streams(device) as stream:
-            stream.copy_within(target, 0, source, 0, Rows(30, 100, 160))
+            stream.copy_within(target, 0, source, 0, DeviceRows(30, 100, 160))
         assert download(target).tobytes() == data[:4800].reshape(30, 160)[:, :100].tobytes()
 
     def test_memory_pinned_by_one_serves_another(self, device: Any, other: Any) -> None:
@@ -254,7 +254,12 @@ class Contract:
     def test_nothing_is_copied(self, device: Any) -> None:
         target, source = device.allocate(0), device.allocate(0)
         with pinned(device, 1) as stage, streams(device) as stream:
-            for rows in (Rows(0, 0, 0), Rows(1, 0, 0), Rows(5, 0, 9), Rows(0, 8, 8)):
+            for rows in (
+                DeviceRows(0, 0, 0),
+                DeviceRows(1, 0, 0),
+                DeviceRows(5, 0, 9),
+                DeviceRows(0, 8, 8),
+            ):
                 stream.copy_in(target, 0, stage, rows)
                 stream.copy_within(target, 0, source, 0, rows)
             stream.copy_out(np.empty(0, np.uint8), source, 0)

@@ -15,7 +15,7 @@ from devices.entered import entered
 from devices.queues import Mark, Mode, Queue, Queues, Span
 
 from mfload import errors
-from mfload.cuda.device import MemoryInfo, Rows
+from mfload.cuda.device import DeviceRows, MemoryInfo
 from mfload.cuda.memory import DeviceBuffer
 from mfload.cuda.staging import KITS
 from mfload.planning.layout import DEVICE_ALIGNMENT as ALIGNMENT
@@ -81,7 +81,7 @@ class FakeStream:
     def handle(self) -> int:
         return id(self._queue)
 
-    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: Rows) -> None:
+    def copy_in(self, target: DeviceBuffer, at: int, source: Any, rows: DeviceRows) -> None:
         host = self._host(source, span(rows))
         if not self._begin("copy_in", rows.count * rows.nbytes, target, at, host is not None):
             return
@@ -94,7 +94,7 @@ class FakeStream:
             self._queue.synchronize()  # As CUDA does.
 
     def copy_within(
-        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: Rows
+        self, target: DeviceBuffer, at: int, source: DeviceBuffer, start: int, rows: DeviceRows
     ) -> None:
         fits = _inside(source, start, span(rows))
         if self._begin("copy_within", rows.count * rows.nbytes, target, at, fits):
@@ -164,7 +164,7 @@ class FakeStream:
         at: int,
         given: Any,
         address: int,
-        rows: Rows,
+        rows: DeviceRows,
         verb: str,
         start: int = 0,
     ) -> None:
@@ -359,7 +359,7 @@ class FakeDevice:
         return any(held.holds(span) for held in self.pageable)
 
 
-def span(rows: Rows) -> int:
+def span(rows: DeviceRows) -> int:
     """Bytes of the source from the first to the last."""
     if not rows.nbytes or not rows.count:
         return 0

@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from mfload.cuda import copies
 from mfload.cuda.copies import DeviceCopier, rows
-from mfload.cuda.device import Rows
+from mfload.cuda.device import DeviceRows
 from mfload.planning.blocks import Block, Copy, Segment
 
 
@@ -37,9 +37,9 @@ def test_rows_hold_what_a_copy_takes(data: st.DataObject) -> None:
 
 def test_what_lies_together_is_one_row() -> None:
     kind = np.dtype("V2")
-    assert rows(Copy((3, 4), (8, 2), 0, kind, kind)) == Rows(1, 24, 24)
-    assert rows(Copy((3, 4), (16, 2), 0, kind, kind)) == Rows(3, 8, 16)
-    assert rows(Copy((2, 3, 4), (48, 16, 2), 0, kind, kind)) == Rows(6, 8, 16)
+    assert rows(Copy((3, 4), (8, 2), 0, kind, kind)) == DeviceRows(1, 24, 24)
+    assert rows(Copy((3, 4), (16, 2), 0, kind, kind)) == DeviceRows(3, 8, 16)
+    assert rows(Copy((2, 3, 4), (48, 16, 2), 0, kind, kind)) == DeviceRows(6, 8, 16)
     assert rows(Copy((2, 3, 4), (64, 16, 2), 0, kind, kind)) is None
     assert rows(Copy((4,), (-2,), 6, kind, kind)) is None
     assert rows(Copy((3, 4), (-8, 2), 16, kind, kind)) is None

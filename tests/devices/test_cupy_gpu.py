@@ -20,7 +20,7 @@ from devices.contract import Contract, download, flat, noise, pinned, streams, u
 
 import mfload
 from mfload.cuda import discovery, staging
-from mfload.cuda.device import Rows
+from mfload.cuda.device import DeviceRows
 from mfload.cuda.memory import live_bytes
 from mfload.cuda.staging import KITS
 from mfload.io import buffers
@@ -60,7 +60,7 @@ def test_a_pitch_beyond_what_cuda_takes(device: Any) -> None:
     with streams(device) as stream:
         for n in range(2):
             stream.copy_within(source, n * pitch, data, n * 1000, flat(1000))
-        stream.copy_within(target, 0, source, 0, Rows(2, 1000, pitch))
+        stream.copy_within(target, 0, source, 0, DeviceRows(2, 1000, pitch))
     assert download(target).tobytes() == noise(2000).tobytes()
 
 
@@ -70,7 +70,7 @@ def test_rows_of_the_longest_pitch(device: Any) -> None:
         pytest.skip("the device is too small")
     source, target = device.allocate(pitch + 10), device.allocate(20)
     with streams(device) as stream:
-        stream.copy_within(target, 0, source, 0, Rows(2, 10, pitch))
+        stream.copy_within(target, 0, source, 0, DeviceRows(2, 10, pitch))
         stream.synchronize()
 
 

@@ -23,7 +23,7 @@ from mfload import errors
 from mfload.cuda import cupy_device, memory, staging
 from mfload.cuda.copies import Methods
 from mfload.cuda.cupy_device import CupyDevice
-from mfload.cuda.device import Rows
+from mfload.cuda.device import DeviceRows
 from mfload.io import buffers
 
 F4, F2 = np.dtype("f4"), np.dtype("f2")
@@ -154,12 +154,12 @@ def test_rows_beyond_the_longest_pitch(machine: Machine, device: CupyDevice) -> 
     with pinned(device, 1000) as stage, streams(device) as stream:
         stage[:] = data
         machine.calls.clear()
-        stream.copy_in(target, 0, stage, Rows(5, 100, 200))
-        stream.copy_in(target, 0, stage, Rows(1, 100, 300))
-        stream.copy_in(target, 0, stage, Rows(5, 100, 100))
+        stream.copy_in(target, 0, stage, DeviceRows(5, 100, 200))
+        stream.copy_in(target, 0, stage, DeviceRows(1, 100, 300))
+        stream.copy_in(target, 0, stage, DeviceRows(5, 100, 100))
         assert machine.calls["memcpyAsync"] == 7
-        stream.copy_in(target, 0, stage, Rows(5, 100, 200))
-        stream.copy_in(target, 0, stage, Rows(10, 50, 100))
+        stream.copy_in(target, 0, stage, DeviceRows(5, 100, 200))
+        stream.copy_in(target, 0, stage, DeviceRows(10, 50, 100))
         assert machine.calls["memcpy2DAsync"] == 1
     wanted = data.reshape(10, 100)[:, :50]
     assert download(target).tobytes() == wanted.tobytes()
@@ -176,7 +176,7 @@ CALLS = {
     "streamWaitEvent": lambda d, s, e, m: s.wait(e),
     "streamSynchronize": lambda d, s, e, m: s.synchronize(),
     "memcpyAsync": lambda d, s, e, m: s.copy_within(m, 0, m, 8, flat(8)),
-    "memcpy2DAsync": lambda d, s, e, m: s.copy_within(m, 0, m, 8, Rows(2, 1, 2)),
+    "memcpy2DAsync": lambda d, s, e, m: s.copy_within(m, 0, m, 8, DeviceRows(2, 1, 2)),
 }
 
 

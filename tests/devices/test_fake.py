@@ -14,7 +14,7 @@ from devices.fake import FakeDevice
 from devices.queues import MODES
 
 from mfload import errors
-from mfload.cuda.device import Rows
+from mfload.cuda.device import DeviceRows
 from mfload.cuda.memory import DeviceBuffer
 from mfload.io import buffers
 
@@ -178,10 +178,10 @@ def go_beyond(device: FakeDevice) -> None:
             lambda: stream.copy_in(small, 1, stage, flat(10)),
             lambda: stream.copy_in(small, -1, stage, flat(2)),
             lambda: stream.copy_in(large, 0, stage, flat(16)),
-            lambda: stream.copy_in(large, 0, stage, Rows(2, 2, 14)),
+            lambda: stream.copy_in(large, 0, stage, DeviceRows(2, 2, 14)),
             lambda: stream.copy_in(large, 0, stage[::2], flat(4)),
             lambda: stream.copy_within(large, 0, small, 0, flat(11)),
-            lambda: stream.copy_within(large, 0, small, 0, Rows(2, 2, 9)),
+            lambda: stream.copy_within(large, 0, small, 0, DeviceRows(2, 2, 9)),
             lambda: stream.copy_out(stage, small, 0),
         ):
             wrong()

@@ -17,7 +17,7 @@ import pytest
 from conformance.suite import no_gpu
 
 from mfload.cuda import cufile, discovery, gds
-from mfload.io.subprocess_probe import Answer
+from mfload.io.subprocess_probe import Probed
 from mfload.planning.blocks import Block
 from mfload.sources.local import LocalFile
 
@@ -53,8 +53,8 @@ def asking(configuration: str) -> dict[str, str]:
     return {"run/udev/data/x": "", "etc/cufile.json": configuration}
 
 
-def said() -> Answer:
-    return Answer({"real": True, "why": "bypassed the page cache", "works": True})
+def said() -> Probed:
+    return Probed({"real": True, "why": "bypassed the page cache", "works": True})
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     """Probes that were asked for; none runs."""
     calls: list[tuple[str, ...]] = []
 
-    def ask(*arguments: str, timeout: float | None, environment: dict[str, str]) -> Answer:
+    def ask(*arguments: str, timeout: float | None, environment: dict[str, str]) -> Probed:
         assert environment["CUFILE_ALLOW_COMPAT_MODE"] == "false"
         assert environment["KVIKIO_COMPAT_MODE"] == "OFF"
         calls.append(arguments)
@@ -144,11 +144,11 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.given: list[float | None] = []
-        self.answer = Answer(None, "no answer within so long")
+        self.answer = Probed(None, "no answer within so long")
         monkeypatch.setattr(gds, "ask", self._ask)
         monkeypatch.setattr(cufile, "installed", lambda: True)
 
-    def _ask(self, *_: str, timeout: float | None, environment: Any) -> Answer:
+    def _ask(self, *_: str, timeout: float | None, environment: Any) -> Probed:
         self.given.append(timeout)
         return self.answer
 
@@ -165,7 +165,7 @@ def test_no_answer_is_an_answer(tmp_path: Path, file: str, monkeypatch: pytest.M
 def test_a_crash_is_an_answer(tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     root = machine(tmp_path, NVIDIA_FS)
     clock = Clock(monkeypatch)
-    clock.answer = Answer(None, "crashed with SIGSEGV")
+    clock.answer = Probed(None, "crashed with SIGSEGV")
     for timeout in (6, None):
         assert "SIGSEGV" in gds.verdict(file, 0, root=root, timeout=timeout).why
     assert len(clock.given) == 1
@@ -175,7 +175,7 @@ def test_what_a_library_prints_last_is_no_answer(
     tmp_path: Path, file: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch)
-    clock.answer = Answer({"level": "info"})
+    clock.answer = Probed({"level": "info"})
     assert "makes no sense" in gds.verdict(file, 0, root=machine(tmp_path, NVIDIA_FS)).why
 
 
@@ -195,7 +195,7 @@ def test_another_thread_that_looks_holds_nobody_up(
     root = machine(tmp_path, NVIDIA_FS)
     inside, go = threading.Event(), threading.Event()
 
-    def ask(*_: str, timeout: float | None, environment: Any) -> Answer:
+    def ask(*_: str, timeout: float | None, environment: Any) -> Probed:
         if not inside.is_set():
             inside.set()
             go.wait(20)

@@ -29,7 +29,7 @@ from mfload.cuda.copies import DeviceCopier
 from mfload.cuda.gds import Verdict
 from mfload.formats import checkpoint
 from mfload.io import buffers, probes
-from mfload.io.subprocess_probe import Answer
+from mfload.io.subprocess_probe import Probed
 from mfload.loading import session
 from mfload.options import LoadOptions
 from mfload.planning.blocks import Block, Copy, Segment
@@ -454,9 +454,9 @@ class TestLooks:
         """What each look was given, in seconds; all of them hang."""
         given: list[float] = []
 
-        def ask(*_: str, timeout: float, environment: Any) -> Answer:
+        def ask(*_: str, timeout: float, environment: Any) -> Probed:
             given.append(timeout)
-            return Answer(None, "no answer")
+            return Probed(None, "no answer")
 
         def verdict(*args: Any, **how: Any) -> Verdict:
             return VERDICT(*args, **how, root=tmp_path)

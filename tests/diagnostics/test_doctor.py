@@ -16,7 +16,7 @@ import samples
 
 import mfload
 from mfload import errors
-from mfload.io.subprocess_probe import Answer, ask
+from mfload.io.subprocess_probe import Probed, ask
 
 
 def _probe(folder: Path, code: str) -> None:
@@ -118,7 +118,7 @@ def test_a_probe_ends_with_its_parent(probes: Path) -> None:
 
 def test_a_probe_is_given_more_than_arguments_hold(probes: Path) -> None:
     _probe(probes, "import json, sys; print(json.dumps({'given': len(json.load(sys.stdin))}))")
-    assert ask("made_up_probe", given="x" * 5_000_000, timeout=20) == Answer({"given": 5_000_000})
+    assert ask("made_up_probe", given="x" * 5_000_000, timeout=20) == Probed({"given": 5_000_000})
 
 
 def test_a_probe_finds_the_source_tree(probes: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_a_probe_finds_the_source_tree(probes: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PYTHONPATH", str(probes))
     monkeypatch.chdir(probes)
     _probe(probes, "import json, mfload; print(json.dumps({'file': mfload.__file__}))")
-    assert ask("made_up_probe", timeout=20) == Answer({"file": mfload.__file__})
+    assert ask("made_up_probe", timeout=20) == Probed({"file": mfload.__file__})
 
 
 def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +136,12 @@ def test_a_frozen_program_does_not_start_itself(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_libraries_print_before_the_answer_is_no_part_of_it(probes: Path) -> None:
     _probe(probes, "print('welcome'); print(); print('{}')")
-    assert ask("made_up_probe", timeout=20) == Answer({})
+    assert ask("made_up_probe", timeout=20) == Probed({})
 
 
 def test_a_probe_that_answers(probes: Path) -> None:
     _probe(probes, "import json, sys; print(json.dumps({'given': sys.argv[1:]}))")
-    assert ask("made_up_probe", "a", timeout=20) == Answer({"given": ["a"]})
+    assert ask("made_up_probe", "a", timeout=20) == Probed({"given": ["a"]})
 
 
 def test_of_the_machine_alone() -> None:

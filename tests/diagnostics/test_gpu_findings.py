@@ -22,7 +22,7 @@ from mfload.cuda import gds
 from mfload.diagnostics import doctor, gpu
 from mfload.diagnostics.host import Mount
 from mfload.io.route import Leg
-from mfload.io.subprocess_probe import Answer
+from mfload.io.subprocess_probe import Probed
 
 EXT4 = Mount("ext4", frozenset({"rw", "data=ordered"}), "259:1")
 UDEV = {"run/udev/data/x": "", "proc/version": "Linux version 6.8"}
@@ -50,7 +50,7 @@ def test_what_other_devices_see_of_a_card(
     tmp_path: Path, resource: str, found: str, level: str
 ) -> None:
     files = CARD | {"sys/bus/pci/devices/0000:1b:00.0/resource": resource}
-    card = named(gpu.look(machine(tmp_path, files), Answer(ONE)), "0000:1b:00.0")
+    card = named(gpu.look(machine(tmp_path, files), Probed(ONE)), "0000:1b:00.0")
     assert card.level == level
     assert found in card.found
     assert ("BAR1" in card.found) is bool(found)
@@ -121,7 +121,7 @@ def test_cores_that_are_not_for_this_process(
     system = machine(tmp_path, files)
     for cpus, says in (({0, 1}, "no core"), ({3, 4}, "")):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cpus=cpus: cpus, raising=False)
-        card = named(gpu.look(system, Answer(ONE)), "0000:1b:00.0")
+        card = named(gpu.look(system, Probed(ONE)), "0000:1b:00.0")
         assert bool(card.advice) is bool(says)
         assert says in card.advice
 
@@ -167,12 +167,12 @@ def test_warm_files_are_faster_by_way_of_the_cache() -> None:
     ("answer", "level", "says"),
     [
         (None, "note", "pip install"),
-        (Answer(None, "crashed with SIGSEGV"), "trouble", "hang"),
-        (Answer({"error": "no libcudart"}), "trouble", "driver"),
-        (Answer({"version": "14.2"}), "ok", ""),
+        (Probed(None, "crashed with SIGSEGV"), "trouble", "hang"),
+        (Probed({"error": "no libcudart"}), "trouble", "driver"),
+        (Probed({"version": "14.2"}), "ok", ""),
     ],
 )
-def test_cupy(answer: Answer | None, level: str, says: str) -> None:
+def test_cupy(answer: Probed | None, level: str, says: str) -> None:
     found = gpu.cupy(answer)
     assert found.level == level
     assert says in found.advice
@@ -215,11 +215,11 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A machine with a GPU, as its probes tell; which were asked."""
     asked: list[str] = []
 
-    def ask(module: str, *arguments: str, timeout: float | None) -> Answer:
+    def ask(module: str, *arguments: str, timeout: float | None) -> Probed:
         asked.append(" ".join((module, *arguments)))
         if "cuda" in arguments:
-            return Answer(ONE)
-        return Answer({"version": "14.2"})
+            return Probed(ONE)
+        return Probed({"version": "14.2"})
 
     monkeypatch.setattr(doctor, "ask", ask)
     return asked
@@ -303,9 +303,9 @@ def test_a_probe_that_hangs_is_asked_once(
     """A hundred files may lie on one file system."""
     asked: list[float | None] = []
 
-    def ask(*_: str, timeout: float | None, environment: Any) -> Answer:
+    def ask(*_: str, timeout: float | None, environment: Any) -> Probed:
         asked.append(timeout)
-        return Answer(None, "no answer within 6 s")
+        return Probed(None, "no answer within 6 s")
 
     monkeypatch.setattr(gds, "ask", ask)
     found = mfload.doctor(_shards(tmp_path / "model", 6), timeout=6)
@@ -337,9 +337,9 @@ def test_a_look_at_cufile_that_fails_is_a_finding(
 def test_no_bound_on_questions(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[float | None] = []
 
-    def ask(*_: str, timeout: float | None) -> Answer:
+    def ask(*_: str, timeout: float | None) -> Probed:
         given.append(timeout)
-        return Answer({"error": "no", "missing": True})
+        return Probed({"error": "no", "missing": True})
 
     monkeypatch.setattr(doctor, "ask", ask)
     for timeout in (float("inf"), None, 1e300):

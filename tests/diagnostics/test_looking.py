@@ -14,11 +14,11 @@ from diagnostics.machines import CARD, ONE, machine, named
 from mfload.diagnostics import gpu, host, probe
 from mfload.diagnostics.findings import Finding
 from mfload.diagnostics.host import mount
-from mfload.io.subprocess_probe import Answer
+from mfload.io.subprocess_probe import Probed
 
 
 def test_a_bare_tree_is_no_trouble(tmp_path: Path) -> None:
-    missing = Answer({"error": "no", "missing": True})
+    missing = Probed({"error": "no", "missing": True})
     findings = [*host.look(tmp_path), *gpu.look(tmp_path, missing)]
     assert all(each.level != "trouble" for each in findings)
     assert named(findings, "NUMA nodes").found == "1"
@@ -59,20 +59,20 @@ def test_wsl_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("answer", "files", "level", "says"),
     [
-        (Answer(None, "no answer within 10 s"), {}, "trouble", "dmesg"),
-        (Answer(None, "crashed with SIGSEGV"), {}, "trouble", "dmesg"),
-        (Answer({"error": "libcuda.so.1: no", "missing": True}), {}, "ok", ""),
-        (Answer({"error": "libcuda.so.1: no", "missing": True}), CARD, "trouble", "install"),
-        (Answer({"error": "libcuda.so.1: no", "missing": True}), CARD | {".dockerenv": ""},
+        (Probed(None, "no answer within 10 s"), {}, "trouble", "dmesg"),
+        (Probed(None, "crashed with SIGSEGV"), {}, "trouble", "dmesg"),
+        (Probed({"error": "libcuda.so.1: no", "missing": True}), {}, "ok", ""),
+        (Probed({"error": "libcuda.so.1: no", "missing": True}), CARD, "trouble", "install"),
+        (Probed({"error": "libcuda.so.1: no", "missing": True}), CARD | {".dockerenv": ""},
          "trouble", "--gpus all"),
-        (Answer({"error": "cuInit: CUDA_ERROR_X (803)"}), CARD, "trouble", "nvidia-smi"),
+        (Probed({"error": "cuInit: CUDA_ERROR_X (803)"}), CARD, "trouble", "nvidia-smi"),
         # Cards that no PCI bus shows: WSL, a masked /sys, a chip's own GPU.
-        (Answer({"error": "cuInit: CUDA_ERROR_X (999)"}), {}, "trouble", "nvidia-smi"),
-        (Answer({"driver": "13.0", "devices": []}), CARD, "note", "CUDA_VISIBLE_DEVICES"),
+        (Probed({"error": "cuInit: CUDA_ERROR_X (999)"}), {}, "trouble", "nvidia-smi"),
+        (Probed({"driver": "13.0", "devices": []}), CARD, "note", "CUDA_VISIBLE_DEVICES"),
     ],
 )  # fmt: skip
 def test_drivers(
-    tmp_path: Path, answer: Answer, files: dict[str, str], level: str, says: str
+    tmp_path: Path, answer: Probed, files: dict[str, str], level: str, says: str
 ) -> None:
     last = list(gpu.look(machine(tmp_path, files), answer))[-1]
     assert last.level == level
@@ -87,11 +87,11 @@ def test_drivers(
 @pytest.mark.parametrize("pci", ["0000:1b:00.0", "00000000:1b:00.0", "0:1b:00.0"])
 def test_a_device_and_its_link(tmp_path: Path, pci: str) -> None:
     one = {"driver": "13.0", "devices": [ONE["devices"][0] | {"pci": pci}]}  # type: ignore[index]
-    found = named(gpu.look(machine(tmp_path, CARD), Answer(one)), pci)
+    found = named(gpu.look(machine(tmp_path, CARD), Probed(one)), pci)
     assert found.found == "G, 80 GiB, PCIe x16 at 32.0 GT/s, on NUMA node 1"
     assert found.level == "ok"
     half = CARD | {"sys/bus/pci/devices/0000:1b:00.0/current_link_width": "8\n"}
-    found = named(gpu.look(machine(tmp_path, half), Answer(one)), pci)
+    found = named(gpu.look(machine(tmp_path, half), Probed(one)), pci)
     assert (found.level, "8 of 16" in found.advice) == ("note", True)
 
 

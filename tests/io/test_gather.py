@@ -22,7 +22,7 @@ from hypothesis import given, settings, strategies as st
 
 from mfload import errors, runtime
 from mfload.io import buffers, gather, uring
-from mfload.io.gather import Gather, Reads, open_gather
+from mfload.io.gather import Gather, ReadColumns, open_gather
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
 
@@ -88,7 +88,7 @@ def test_reads_are_those_of_pread(
     address = start + at.reshape(lengths.shape)
     totals = lengths.sum(1)
     least = [min(int(n), SIZE - offset) for n, offset in zip(totals, offsets, strict=True)]
-    opened.read(Reads.of([n for n, *_ in rows], offsets, address, lengths, least))
+    opened.read(ReadColumns.of([n for n, *_ in rows], offsets, address, lengths, least))
     for offset, some, where, needed in zip(
         offsets, lengths.tolist(), at.reshape(lengths.shape).tolist(), least, strict=True
     ):
@@ -102,7 +102,9 @@ def test_more_reads_than_the_ring_holds(opened: Gather) -> None:
     count = 1000
     offsets = np.arange(count) % (SIZE // unit - 1) * unit
     memory, start = _memory(count * unit)
-    opened.read(Reads.of(np.arange(count) % 2, offsets, start + np.arange(count) * unit, unit))
+    opened.read(
+        ReadColumns.of(np.arange(count) % 2, offsets, start + np.arange(count) * unit, unit)
+    )
     wanted = b"".join(DATA[offset : offset + unit] for offset in offsets.tolist())
     assert memory.tobytes()[: len(wanted)] == wanted
 
@@ -114,9 +116,9 @@ def test_long_reads_are_cut(tmp_path: Path) -> None:
     for engine in ("io_uring", "threads"):
         with _open(tmp_path / "long", engine=engine) as opened:
             memory, start = _memory(6 << 20)
-            opened.read(Reads.of(0, [0], [start], 6 << 20, len(data)))
+            opened.read(ReadColumns.of(0, [0], [start], 6 << 20, len(data)))
             assert memory[: len(data)].tobytes() == data
-            cut = Reads.of(0, [0, 4096], [start, start], [6 << 20, 10], [len(data), 5]).cut()
+            cut = ReadColumns.of(0, [0, 4096], [start, start], [6 << 20, 10], [len(data), 5]).cut()
             assert cut.least.tolist() == [*[1 << 20] * 5, 77, 5]
             assert cut.nbytes.tolist() == [*[[1 << 20]] * 6, [10]]
 
@@ -130,7 +132,7 @@ def test_several_threads(opened: Gather) -> None:
         memory, start = _memory(50 * unit)
         for _ in range(10):
             offsets = rng.integers(0, SIZE // unit - 1, 50) * unit
-            opened.read(Reads.of(0, offsets, start + np.arange(50) * unit, unit))
+            opened.read(ReadColumns.of(0, offsets, start + np.arange(50) * unit, unit))
             wanted = b"".join(DATA[offset : offset + unit] for offset in offsets.tolist())
             wrong.extend([seed] * (memory.tobytes()[: len(wanted)] != wanted))
 
@@ -148,8 +150,8 @@ def test_past_the_end(opened: Gather) -> None:
     offset = SIZE // unit * unit
     _, start = _memory(8192)
     with pytest.raises(errors.SourceChangedError, match="ended before"):
-        opened.read(Reads.of(0, [0, offset], [start, start], 4096, [4096, SIZE - offset + 1]))
-    opened.read(Reads.of(0, [0], [start], 4096))  # It goes on.
+        opened.read(ReadColumns.of(0, [0, offset], [start, start], 4096, [4096, SIZE - offset + 1]))
+    opened.read(ReadColumns.of(0, [0], [start], 4096))  # It goes on.
 
 
 @pytest.mark.parametrize(("engine", "files"), WAYS, ids=map("-".join, WAYS))
@@ -160,7 +162,7 @@ def test_files_that_change(tmp_path: Path, engine: str, files: str, what: str) -
     path.write_bytes(DATA)
     _, start = _memory(8192)
     with _open(path, engine=engine, files=files) as opened:
-        opened.read(Reads.of(0, [0], [start], 4096))
+        opened.read(ReadColumns.of(0, [0], [start], 4096))
         if what == "truncated":
             os.truncate(path, 100)
         elif what == "replaced":
@@ -169,7 +171,7 @@ def test_files_that_change(tmp_path: Path, engine: str, files: str, what: str) -
         else:
             path.unlink()
         with pytest.raises(errors.SourceChangedError) as caught:
-            opened.read(Reads.of(0, [0], [start], 4096))
+            opened.read(ReadColumns.of(0, [0], [start], 4096))
         assert caught.value.file == str(path)
 
 
@@ -209,7 +211,7 @@ def test_one_of_many_fails(path: Path) -> None:
         _faulty(opened, change)
         offsets = np.arange(50) * 4096
         with pytest.raises(errors.ReadError, match=r"Input/output error") as caught:
-            opened.read(Reads.of(0, offsets, start + offsets, 4096))
+            opened.read(ReadColumns.of(0, offsets, start + offsets, 4096))
         assert caught.value.file == str(path)
         assert memory[49 * 4096 :].tobytes() == DATA[49 * 4096 : 50 * 4096]
 
@@ -232,7 +234,7 @@ def test_short_reads_are_continued(path: Path, got: int) -> None:
     address = start + np.arange(20).reshape(10, 2) * 4096
     with _open(path) as opened:
         _faulty(opened, change)
-        opened.read(Reads.of(0, np.arange(10) * 8192, address, 4096))
+        opened.read(ReadColumns.of(0, np.arange(10) * 8192, address, 4096))
     assert memory.tobytes() == DATA[: 20 * 4096]
 
 
@@ -253,7 +255,7 @@ def test_threads_that_fail(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "preadv", preadv)
         offsets = np.arange(50) * 4096
         with pytest.raises(errors.ReadError, match=r"Input/output error"):
-            opened.read(Reads.of(0, offsets, start + offsets, 4096))
+            opened.read(ReadColumns.of(0, offsets, start + offsets, 4096))
 
 
 @pytest.mark.parametrize(("engine", "files"), WAYS, ids=map("-".join, WAYS))
@@ -261,18 +263,18 @@ def test_a_fork(path: Path, engine: str, files: str) -> None:
     """The child reads by itself, and leaves the parent's reads alone."""
     memory, start = _memory(4096)
     with _open(path, engine=engine, files=files) as opened:
-        opened.read(Reads.of(0, [0], [start], 4096))
+        opened.read(ReadColumns.of(0, [0], [start], 4096))
         child = os.fork()
         if not child:
             code = 1
             try:
-                opened.read(Reads.of(0, [4096], [start], 4096))
+                opened.read(ReadColumns.of(0, [4096], [start], 4096))
                 code = int(memory.tobytes() != DATA[4096:8192])
                 opened.close()
             finally:
                 os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
-        opened.read(Reads.of(0, [8192], [start], 4096))
+        opened.read(ReadColumns.of(0, [8192], [start], 4096))
         assert memory.tobytes() == DATA[8192:12288]
 
 
@@ -308,12 +310,12 @@ def test_an_interrupt(path: Path, engine: str, monkeypatch: pytest.MonkeyPatch) 
 
             ring.close = end
         with pytest.raises(KeyboardInterrupt):
-            opened.read(Reads.of(0, offsets, start + offsets, 4096))
+            opened.read(ReadColumns.of(0, offsets, start + offsets, 4096))
         if engine != "threads":
             time.sleep(0.05)
             assert (memory == 7).all()
         monkeypatch.undo()
-        opened.read(Reads.of(0, offsets, start + offsets, 4096))
+        opened.read(ReadColumns.of(0, offsets, start + offsets, 4096))
         assert memory.tobytes() == DATA[: 4096 * 70]
 
 
@@ -345,7 +347,7 @@ def test_an_interrupt_while_threads_start(
         monkeypatch.setattr(runtime.Crew, "start", start)
         monkeypatch.setattr(Gather, "_read_one", read_one)
         with pytest.raises(KeyboardInterrupt):
-            opened.read(Reads.of(0, np.arange(70) * 4096, begin + np.arange(70) * 4096, 4096))
+            opened.read(ReadColumns.of(0, np.arange(70) * 4096, begin + np.arange(70) * 4096, 4096))
         assert ended.is_set()
 
 
@@ -368,11 +370,11 @@ def test_calls_that_have_to_be_made_again(
         return call
 
     with _open(path, engine="io_uring") as opened:
-        opened.read(Reads.of(0, [0], [start], 4096))
+        opened.read(ReadColumns.of(0, [0], [start], 4096))
         monkeypatch.setattr(uring, "_call", refusing(uring._call))
         for _ in range(5):
             memory[:] = 0
-            opened.read(Reads.of(0, offsets, start + offsets, 4096))
+            opened.read(ReadColumns.of(0, offsets, start + offsets, 4096))
             assert memory.tobytes() == DATA[: 4096 * 70]
         assert calls[0] >= 10
         calls[0] = -1 << 30  # No more.
@@ -391,7 +393,7 @@ def test_closed_while_it_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         return drive(*given)
 
     monkeypatch.setattr(gather, "_drive", slow)
-    thread = threading.Thread(target=opened.read, args=(Reads.of(0, [0], [start], 4096),))
+    thread = threading.Thread(target=opened.read, args=(ReadColumns.of(0, [0], [start], 4096),))
     thread.start()
     inside.wait(10)
     opened.close()
@@ -403,7 +405,7 @@ def test_closed_while_it_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(fd)
     with pytest.raises(errors.UsageError, match="closed"):
-        opened.read(Reads.of(0, [0], [start], 4096))
+        opened.read(ReadColumns.of(0, [0], [start], 4096))
 
 
 def test_bytes_in_memory() -> None:
@@ -413,7 +415,7 @@ def test_bytes_in_memory() -> None:
     with open_gather([source], files="auto") as opened:
         assert opened.name == "threads"
         assert "not a local file" in opened.why
-        opened.read(Reads.of(0, [5, 7000], [start, start + 1000], 1000))
+        opened.read(ReadColumns.of(0, [5, 7000], [start, start + 1000], 1000))
     assert memory[:2000].tobytes() == DATA[5:1005] + DATA[7000:8000]
 
 
@@ -428,7 +430,7 @@ def test_the_system_gives_no_more_rings(path: Path) -> None:
         opened._idle.clear()
         vars(opened)["_make"] = refused
         with pytest.raises(errors.ReadError, match="Too many open files") as caught:
-            opened.read(Reads.of(0, [0], [start], 4096))
+            opened.read(ReadColumns.of(0, [0], [start], 4096))
         assert caught.value.file == str(path)
 
 
@@ -452,7 +454,7 @@ def test_one_file_system_of_two_takes_no_o_direct(
     with open_gather([LocalFile(each) for each in paths], files="direct") as opened:
         assert (opened.direct, opened.unit) == (False, 1)
         assert "no O_DIRECT: could not open: Invalid argument" in opened.why
-        opened.read(Reads.of([1], [7], [memory.ctypes.data], 4096))
+        opened.read(ReadColumns.of([1], [7], [memory.ctypes.data], 4096))
     assert memory.tobytes() == DATA[7 : 7 + 4096]
     del opened
     gc.collect()
@@ -532,14 +534,14 @@ def test_modules_have_gone(
     """When the interpreter ends, what a framework held back is collected after its modules."""
     _, start = _memory(4096)
     with _open(path, engine=engine, files=files) as opened:
-        opened.read(Reads.of(0, [0], [start], 4096))
+        opened.read(ReadColumns.of(0, [0], [start], 4096))
         with monkeypatch.context() as patch:
             for module in (gather, uring):
                 patch.setattr(module, "os", None)
             for ring in opened._idle:
                 ring.close()
             opened.__del__()
-        opened.read(Reads.of(0, [0], [start], 4096))
+        opened.read(ReadColumns.of(0, [0], [start], 4096))
 
 
 def test_no_descriptor_is_left(path: Path) -> None:
@@ -549,7 +551,7 @@ def test_no_descriptor_is_left(path: Path) -> None:
     _, start = _memory(4096)
     for engine, files in WAYS:
         opened = _open(path, engine=engine, files=files)
-        opened.read(Reads.of(0, [0], [start], 4096))
+        opened.read(ReadColumns.of(0, [0], [start], 4096))
         del opened
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before

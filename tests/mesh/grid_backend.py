@@ -15,7 +15,7 @@ from mfload.dtypes import DType
 from mfload.frameworks.base import Adapter, Lent
 from mfload.frameworks.numpy_adapter import NumpyAdapter
 from mfload.index import Box
-from mfload.mesh.base import MeshArguments, Share, Store, Whole
+from mfload.mesh.base import DeviceShare, KeyValueStore, MeshArguments, Whole
 from mfload.mesh.link import Link
 from mfload.options import LoadOptions
 from mfload.planning.request import Request
@@ -105,16 +105,16 @@ class GridBackend:
             made.append(GridSharding(mesh, cuts))
         return made
 
-    def shares(self, sharding: GridSharding, shape: tuple[int, ...]) -> tuple[Share, ...]:
+    def shares(self, sharding: GridSharding, shape: tuple[int, ...]) -> tuple[DeviceShare, ...]:
         sizes = dict(sharding.mesh.axes)
-        made: list[Share] = []
+        made: list[DeviceShare] = []
         for number, place in enumerate(sharding.mesh.places):
             box: list[tuple[int, int]] = []
             for length, axis in itertools.zip_longest(shape, sharding.cuts):
                 step = length if axis is None else length // sizes[axis]
                 start = 0 if axis is None else place[axis] * step
                 box.append((start, start + step))
-            made.append(Share(0, number, tuple(box)))
+            made.append(DeviceShare(0, number, tuple(box)))
         return tuple(made)
 
     def separate(self, sharding: Any, dtype: DType, options: LoadOptions) -> bool:
@@ -133,7 +133,7 @@ class GridBackend:
     def platform(self) -> str:
         return "cpu"
 
-    def store(self) -> Store | None:
+    def store(self) -> KeyValueStore | None:
         return None
 
     def link(self, ranks: Sequence[int], width: int, deadline: Deadline) -> Link:

@@ -19,7 +19,7 @@ from test_redistribute import shards, tensor
 from mfload import errors
 from mfload.mesh import agree, link as linking, redistribute
 from mfload.mesh.schedule import make_schedule
-from mfload.planning.plan import Place
+from mfload.planning.plan import Position
 from mfload.runtime import Deadline
 
 FILES = {agree.__file__, linking.__file__, redistribute.__file__}
@@ -49,7 +49,7 @@ def load(rank: int, swaps: stores.Swaps, memory: stores.Memory | None) -> str:
         schedule = make_schedule(REQUESTS, 4096, rank)
         exchange = Swapping(rank, (0, 1), 4096, swaps)
         made = [np.zeros(request.nbytes, np.uint8) for request in REQUESTS[rank]]
-        places = [[Place(request, n, 0)] for n, request in enumerate(REQUESTS[rank])]
+        places = [[Position(request, n, 0)] for n, request in enumerate(REQUESTS[rank])]
         redistribute.run(
             schedule, group, exchange, lambda *_: None, redistribute.Results(made, places)
         )

@@ -10,7 +10,7 @@ import pytest
 from mfload import dtypes, errors
 from mfload.index import Piece, TensorInfo
 from mfload.mesh import load
-from mfload.mesh.base import Share, TensorShares, requests
+from mfload.mesh.base import DeviceShare, TensorShares, requests
 from mfload.options import LoadOptions
 from mfload.planning.slicing import Axis
 from mfload.runtime import Deadline
@@ -25,12 +25,14 @@ def _tensor(name: str = "w", dtype: str = "F32", source: int = 0) -> TensorInfo:
     return TensorInfo(name, row, (4, 6), (Piece(source, 0, row.size_of((4, 6)) or 0),))
 
 
-def _wanted(*shares: Share, name: str = "w", separate: bool = False) -> TensorShares:
+def _wanted(*shares: DeviceShare, name: str = "w", separate: bool = False) -> TensorShares:
     return TensorShares(_tensor(name), ROW, False, shares, separate)
 
 
 def test_what_several_devices_hold_is_one_request() -> None:
-    made = requests([_wanted(Share(0, 0, TOP), Share(0, 1, BOTTOM), Share(0, 2, TOP))])
+    made = requests(
+        [_wanted(DeviceShare(0, 0, TOP), DeviceShare(0, 1, BOTTOM), DeviceShare(0, 2, TOP))]
+    )
     assert [(request.devices, request.shape) for request in made[0]] == [
         ((0, 2), (2, 6)),
         ((1,), (2, 6)),
@@ -40,7 +42,7 @@ def test_what_several_devices_hold_is_one_request() -> None:
 
 
 def test_each_device_has_its_own_where_memory_is_its_own() -> None:
-    shares = (Share(0, 0, TOP), Share(0, 1, BOTTOM), Share(0, 2, TOP))
+    shares = (DeviceShare(0, 0, TOP), DeviceShare(0, 1, BOTTOM), DeviceShare(0, 2, TOP))
     made = requests([_wanted(*shares, separate=True)])
     assert [request.devices for request in made[0]] == [(0,), (2,), (1,)]
 
@@ -48,8 +50,10 @@ def test_each_device_has_its_own_where_memory_is_its_own() -> None:
 def test_processes_are_kept_apart() -> None:
     made = requests(
         [
-            _wanted(Share(3, 0, TOP), Share(1, 0, TOP), Share(1, 1, BOTTOM), name="a"),
-            _wanted(Share(1, 0, ALL), Share(3, 0, ALL), name="b"),
+            _wanted(
+                DeviceShare(3, 0, TOP), DeviceShare(1, 0, TOP), DeviceShare(1, 1, BOTTOM), name="a"
+            ),
+            _wanted(DeviceShare(1, 0, ALL), DeviceShare(3, 0, ALL), name="b"),
         ]
     )
     assert {rank: [(n.info.name, n.devices) for n in each] for rank, each in made.items()} == {
@@ -60,14 +64,14 @@ def test_processes_are_kept_apart() -> None:
 
 
 def test_the_target_dtype_goes_along() -> None:
-    wanted = TensorShares(_tensor(), dtypes.TABLE["BF16"], True, (Share(0, 0, TOP),))
+    wanted = TensorShares(_tensor(), dtypes.TABLE["BF16"], True, (DeviceShare(0, 0, TOP),))
     (request,) = requests([wanted])[0]
     assert (request.dtype.name, request.checked, request.nbytes) == ("BF16", True, 24)
 
 
 def test_a_share_through_a_byte_is_refused() -> None:
     box = ((0, 4), (0, 3))
-    wanted = TensorShares(_tensor(dtype="F4"), dtypes.TABLE["F4"], False, (Share(0, 0, box),))
+    wanted = TensorShares(_tensor(dtype="F4"), dtypes.TABLE["F4"], False, (DeviceShare(0, 0, box),))
     with pytest.raises(errors.ShardingError, match="share a byte") as info:
         requests([wanted])
     assert info.value.tensor == "w"

@@ -26,7 +26,7 @@ from mfload.mesh import (
 )
 from mfload.mesh.schedule import Parcel, Schedule, make_schedule
 from mfload.options import LoadOptions
-from mfload.planning.plan import Place
+from mfload.planning.plan import Position
 from mfload.planning.request import Request, box_of, stored_bytes
 from mfload.planning.slicing import boxed, intersection
 from mfload.runtime import Deadline
@@ -433,7 +433,7 @@ class TestRun:
             memory: list[Any] = [np.zeros(nbytes, np.uint8) for nbytes in sizes]
             if kind is stores.LinkOfDevices:
                 memory = [link.result(n, nbytes) for n, nbytes in enumerate(sizes)]
-            places = [[Place(r, n, 0)] for n, r in enumerate(requests[rank])]
+            places = [[Position(r, n, 0)] for n, r in enumerate(requests[rank])]
             come: list[int] = []
             try:
                 redistribute.run(
@@ -521,7 +521,7 @@ class TestRun:
             group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
             link: Any = stores.MemoryLink(rank, [0, 1], 4096, swaps)
             memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
-            places = [[Place(request, n, 0)] for n, request in enumerate(requests[rank])]
+            places = [[Position(request, n, 0)] for n, request in enumerate(requests[rank])]
             try:
                 if rank == 1 and not pressed:
                     raise errors.MemoryLimitError("no memory")
@@ -551,7 +551,7 @@ class TestRun:
         group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
         group.enter = lambda *_: None
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[1]]
-        places = [[Place(request, n, 0)] for n, request in enumerate(requests[1])]
+        places = [[Position(request, n, 0)] for n, request in enumerate(requests[1])]
         link: Any = Late(1, [0, 1], 4096, swaps)
         schedule = make_schedule(requests, 4096, 1)
         with pytest.raises(errors.ReadError, match="the disk is gone"):
@@ -589,7 +589,9 @@ class TestChoosing:
         server = SimpleNamespace(costs=Costs(concurrency=8))
         columns = shards(tensor("w", "F32", (1024, 1024)), (1, 8), 8)
         assert self.choose(columns, "auto", "cpu", sources=[server])[0] is None
-        monkeypatch.setattr(Hosts, "transport", mesh_base.Transport(3, 4 << 20), raising=False)
+        monkeypatch.setattr(
+            Hosts, "transport", mesh_base.ProcessTransport(3, 4 << 20), raising=False
+        )
         width, note = self.choose(columns, "auto", "cpu", sources=[server])
         assert width is not None
         assert "4 MiB at most a process, or 512 KiB and 448 KiB exchanged" in note
@@ -609,7 +611,7 @@ class TestChoosing:
         whole = tensor("w", "F32", (1024, 1024))
         requests = {rank: [Request(whole, whole.dtype)] for rank in range(2)}
         assert self.choose(requests, "auto", "gpu")[0] is not None
-        through_hosts = mesh_base.Transport(2.5, 4 << 20, by_devices=False)
+        through_hosts = mesh_base.ProcessTransport(2.5, 4 << 20, by_devices=False)
         monkeypatch.setattr(Hosts, "transport", through_hosts, raising=False)
         width, note = self.choose(requests, "auto", "gpu")
         assert width is None
@@ -737,7 +739,7 @@ def test_tensors_that_are_alike_are_scheduled_alike_by_all(
 def many(count: int, layers: int) -> dict[int, list[Request]]:
     """Needs of many processes: embeddings by columns, norms whole, weights by rows."""
     wanted, offset = list[mesh_base.TensorShares](), 0
-    known: dict[Any, tuple[mesh_base.Share, ...]] = {}
+    known: dict[Any, tuple[mesh_base.DeviceShare, ...]] = {}
     for n in range(layers):
         for kind, shape in (("c", (512, 8192)), ("n", (4096,)), ("r", (8192, 512))):
             info = tensor(f"{kind}{n}", "BF16", shape, offset)
@@ -747,7 +749,9 @@ def many(count: int, layers: int) -> dict[int, list[Request]]:
                 if kind != "n":
                     dim, step = "rc".index(kind), max(shape) // count
                     one[dim] = [(r * step, r * step + step) for r in range(count)]
-                shares = [mesh_base.Share(r, 0, tuple(b[r] for b in one)) for r in range(count)]
+                shares = [
+                    mesh_base.DeviceShare(r, 0, tuple(b[r] for b in one)) for r in range(count)
+                ]
                 known[kind] = tuple(shares)
             wanted.append(mesh_base.TensorShares(info, info.dtype, False, known[kind]))
     return mesh_base.requests(wanted)
@@ -821,7 +825,7 @@ def test_another_version_of_the_schedule_is_refused(monkeypatch: pytest.MonkeyPa
         group = agree.ProcessGroup(backend, [0, 1], Deadline(None))
         link: Any = stores.MemoryLink(rank, [0, 1], 4096, swaps)
         memory = [np.zeros(request.nbytes, np.uint8) for request in requests[rank]]
-        places = [[Place(request, n, 0)] for n, request in enumerate(requests[rank])]
+        places = [[Position(request, n, 0)] for n, request in enumerate(requests[rank])]
         redistribute.run(
             made[rank], group, link, lambda *_: None, redistribute.Results(memory, places)
         )

@@ -19,7 +19,7 @@ import pytest
 import mfload
 from mfload import Options, PeerOptions, errors
 from mfload.peer import leases, planner as planning
-from mfload.peer.client import Client
+from mfload.peer.client import SeedClient
 
 ETCD = shutil.which("etcd")
 REQUIRED = bool(os.environ.get("MFLOAD_REQUIRE"))
@@ -46,7 +46,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     command += ["--advertise-client-urls", client, "--initial-advertise-peer-urls", peer]
     command += ["--initial-cluster", f"default={peer}"]
     with (folder / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
-        asked = Client(client.removeprefix("http://"))
+        asked = SeedClient(client.removeprefix("http://"))
         for _ in range(100):
             with contextlib.suppress(errors.MfloadError):
                 asked.json("POST", "/v3/kv/range", {"key": "AA=="})

@@ -422,14 +422,14 @@ class TestOnTheWay:
         short = Reply(200, (b"{}",), 9, headers=(("Connection", "close"),))
         server = Server("127.0.0.1:0", lambda _: short)
         with pytest.raises(errors.ReadError, match="broke off"):
-            clients.Client(server.address).json("GET", "/")
+            clients.SeedClient(server.address).json("GET", "/")
         server.close()
 
     def test_a_chunk_of_a_negative_size(self) -> None:
         chunked = (("Transfer-Encoding", "chunked"), ("Connection", "close"))
         server = Server("127.0.0.1:0", lambda _: Reply(200, (b"-5\r\n{}",), 6, headers=chunked))
         with pytest.raises(errors.ReadError, match="broke off"):
-            clients.Client(server.address).json("GET", "/")
+            clients.SeedClient(server.address).json("GET", "/")
         server.close()
 
     @pytest.mark.parametrize("drip", [b"a", b"HTTP/1.1 100 Continue\r\n\r\n", b"X: y\r\n"])

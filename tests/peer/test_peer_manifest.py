@@ -34,7 +34,7 @@ from mfload.index import Columns
 from mfload.peer import client as clients, manifest as manifests, source
 from mfload.peer.data import Spans
 from mfload.peer.manifest import BLOCK, Fragment
-from mfload.peer.server import Reply, Request, Server, text
+from mfload.peer.server import HttpRequest, Reply, Server, text
 
 ARRAYS: dict[str, Any] = {
     "a": samples.numbers((300, 256), np.float32),
@@ -55,7 +55,7 @@ WHOLE = published("")
 
 
 @contextlib.contextmanager
-def answering(answer: Callable[[Request], Reply]) -> Generator[str]:
+def answering(answer: Callable[[HttpRequest], Reply]) -> Generator[str]:
     """A server that speaks HTTP well, and lies; its URL."""
     server = Server("127.0.0.1:0", answer)
     try:
@@ -367,7 +367,7 @@ class TestFromAServer:
     def test_a_redirect_is_not_followed(self, status: int) -> None:
         asked: list[str] = []
 
-        def elsewhere(request: Request) -> Reply:
+        def elsewhere(request: HttpRequest) -> Reply:
             asked.append(request.path)
             return text(200, json.dumps(VALID))
 
@@ -617,7 +617,7 @@ class TestMemoryThatIsHandedOver:
             body = json.dumps({**VALID, "ways": {"memfd": {"socket": name}}})
             state = json.dumps({key: VALID[key] for key in ("incarnation", "generation")})
 
-            def answer(request: Request) -> Reply:
+            def answer(request: HttpRequest) -> Reply:
                 return text(200, body if request.path == "/v1/manifest" else state)
 
             with answering(answer) as url:
@@ -669,7 +669,7 @@ class TestMemoryThatIsHandedOver:
                 ways = {"memory": {**about["ways"]["memory"], **change}}
                 body = json.dumps({**about, "ways": ways})
 
-                def answer(request: Request, body: str = body) -> Reply:
+                def answer(request: HttpRequest, body: str = body) -> Reply:
                     if request.path == "/v1/manifest":
                         return text(200, body)
                     return seed._answer(request)
@@ -687,7 +687,7 @@ class TestStale:
             stale = seed.manifest.to_json()
             seed.update(seeding.rows({name: np.zeros_like(each) for name, each in ARRAYS.items()}))
 
-            def answer(request: Request) -> Reply:
+            def answer(request: HttpRequest) -> Reply:
                 return text(200, stale) if request.path == "/v1/manifest" else seed._answer(request)
 
             with answering(answer) as url, pytest.raises(errors.SourceChangedError) as info:

@@ -20,7 +20,7 @@ import pytest
 import mfload
 from mfload import Options, PeerOptions, errors
 from mfload.peer import planner as planning, source as sourcing
-from mfload.peer.client import Client
+from mfload.peer.client import SeedClient
 from mfload.peer.etcd import EtcdPlanner
 from mfload.peer.planner import Registry, SeedRecord, choose
 from mfload.peer.planner_http import PlannerServer
@@ -416,7 +416,7 @@ def test_a_planner_that_lies(lie: str) -> None:
 )  # fmt: skip
 def test_a_seed_that_lies_is_refused(planner: PlannerServer, change: dict[str, Any]) -> None:
     """A record is taken strictly."""
-    client = Client(planner.address)
+    client = SeedClient(planner.address)
     with pytest.raises(errors.ReadError, match="400"):
         client.json("PUT", "/v1/seeds", _record(1)._asdict() | change)
     assert planner.registry.records() == []

@@ -30,7 +30,7 @@ from mfload import errors
 from mfload.peer import security, seed as seeds, server as servers, source
 from mfload.peer.planner import SeedRecord
 from mfload.peer.planner_http import PlannerServer
-from mfload.peer.server import MAX_BODY, MAX_CONNECTIONS, Request, Server, text
+from mfload.peer.server import MAX_BODY, MAX_CONNECTIONS, HttpRequest, Server, text
 
 TOKEN = "s3cret-token-of-a-seed"
 ARRAYS = weights(count=3, side=256)
@@ -189,7 +189,7 @@ class TestRequests:
         assert answer.count(b"HTTP/1.1 200 ") == 20
 
     def test_an_error_inside_tells_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
-        def fails(_: Request) -> Any:
+        def fails(_: HttpRequest) -> Any:
             raise RuntimeError("/home/user/private")
 
         server = Server("127.0.0.1:0", fails)
@@ -383,7 +383,7 @@ class TestSlowAndMany:
         monkeypatch.setattr(servers, "MAX_CONNECTIONS", 1)
         held, answer = threading.Event(), seeds.Seed._answer
 
-        def slow(self: Any, request: Request) -> Any:
+        def slow(self: Any, request: HttpRequest) -> Any:
             if request.client == "127.0.0.1" and "Slow" in request.headers:
                 held.wait(20)
             return answer(self, request)
@@ -564,7 +564,7 @@ class TestTokens:
     def test_an_answer_that_repeats_it(self, before: int, token_file: str) -> None:
         """Wherever the shown part of the answer ends."""
 
-        def answer(request: Request) -> Any:
+        def answer(request: HttpRequest) -> Any:
             return text(400, b"x" * before + request.headers["Authorization"].encode())
 
         server = Server("127.0.0.1:0", answer)

@@ -33,7 +33,7 @@ def _ranges(request: Request, costs: Costs = COSTS) -> list[tuple[int, int]]:
     return [(1000 + cell.offset, cell.nbytes) for cell in extents.of_tensor([request], costs)]
 
 
-def _part(request: Request) -> extents.Part:
+def _part(request: Request) -> extents.BoxCopy:
     """The part of a request that is read at once."""
     (cell,) = extents.of_tensor([request], COSTS)
     (part,) = cell.parts
@@ -43,7 +43,7 @@ def _part(request: Request) -> extents.Part:
 def test_a_whole_tensor_is_one_plain_segment() -> None:
     request = _need((10, 20), ...)
     assert extents.of_tensor([request], COSTS) == [
-        extents.Extent(0, 800, 800, (extents.Part(0, 0, 800, 0),))
+        extents.Extent(0, 800, 800, (extents.BoxCopy(0, 0, 800, 0),))
     ]
     assert extents.contiguous(request) == 1000
 
@@ -86,7 +86,7 @@ def test_columns_far_apart_are_read_row_by_row() -> None:
     request = _need((50, 32_000), (slice(None), slice(8, 16)))
     (cell,) = extents.of_tensor([request], COSTS)
     assert cell == extents.Extent(
-        32, 50 * 32, 50 * 32, (extents.Part(0, 32, 50 * 32, 0),), Rows(range(50), 128_000, 32, 0)
+        32, 50 * 32, 50 * 32, (extents.BoxCopy(0, 32, 50 * 32, 0),), Rows(range(50), 128_000, 32, 0)
     )
 
 
@@ -117,7 +117,7 @@ def test_rows_of_a_list_are_numbered_from_the_first_in_the_file() -> None:
     request = _need((5000, 32_000), ([7, 3, 3, 4000], slice(8, 16)))
     (cell,) = extents.of_tensor([request], COSTS)
     assert (cell.offset, cell.rows) == (3 * 128_000 + 32, Rows([4, 0, 0, 3997], 128_000, 32, 0))
-    assert cell.parts == (extents.Part(0, 3 * 128_000 + 32, 128, 0),)
+    assert cell.parts == (extents.BoxCopy(0, 3 * 128_000 + 32, 128, 0),)
 
 
 def test_a_span_longer_than_a_block_is_cut_by_rows() -> None:

@@ -30,7 +30,7 @@ from mfload.formats import safetensors
 from mfload.index import TensorInfo
 from mfload.saving import locks, publishing
 from mfload.saving.drafts import Draft
-from mfload.saving.layout import Layout
+from mfload.saving.layout import FileLayout
 from mfload.saving.publishing import SaveTarget
 from mfload.sources.local import LocalFile
 
@@ -51,9 +51,9 @@ def no_descriptors_left() -> Iterator[None]:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def blank(size: int, *names: str) -> Layout:
+def blank(size: int, *names: str) -> FileLayout:
     """A file of so many bytes, with tensors of no bytes."""
-    return Layout(b"", [TensorInfo(name, dtypes.TABLE["U8"], (), ()) for name in names], size)
+    return FileLayout(b"", [TensorInfo(name, dtypes.TABLE["U8"], (), ()) for name in names], size)
 
 
 def found(path: Path) -> str:

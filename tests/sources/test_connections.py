@@ -258,7 +258,7 @@ def test_the_proxy_is_that_of_requests(
             patch.setenv("no_proxy" if lower else "NO_PROXY", ",".join(excepted))
         url = f"{scheme}://{host}" + ("" if port is None else f":{port}")
         reference = requests.utils.select_proxy(url, requests.utils.get_environ_proxies(url))
-        target = http.Target.of(url)
+        target = http.RequestTarget.of(url)
         found = connections.proxy_of(*target[:3])
         if host == "xa.example" and "a.example" in ",".join(excepted):
             return
@@ -383,7 +383,7 @@ def test_the_connection_of_a_broken_answer_is_not_used_again(answer: bytes) -> N
         server = "http", "127.0.0.1", listener.getsockname()[1]
         with (
             pytest.raises(connections.BROKEN),
-            client.ask(server, "/", {}, connections.Limits(5)) as broken,
+            client.ask(server, "/", {}, connections.Timeouts(5)) as broken,
         ):
             broken.fill(deque([memoryview(bytearray(9))]), 9)
         assert client.waiting(server) is None

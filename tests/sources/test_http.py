@@ -28,7 +28,7 @@ from serving import Server, after, answer, cut, refuse, reset, stall
 import mfload
 from mfload import errors, sources
 from mfload.sources import http
-from mfload.sources.client import Limits
+from mfload.sources.client import Timeouts
 
 SECRET = "s3cr3t"
 MODEL = {"w": np.arange(300_000, dtype=np.float32).reshape(300, 1000), "b": np.arange(5)}
@@ -503,7 +503,7 @@ class TestFaults:
         server.always = lambda each: stall_briefly(0.2)
         assert second.read(70_000, 1) == raw[70_000:70_001]
         assert len({each.connection for each in server.asked}) == 1
-        second.limits = Limits(0.05)
+        second.limits = Timeouts(0.05)
         with pytest.raises(errors.ReadError, match=r"no byte came for 0\.05 s"):
             second.read(70_000, 1)
 
@@ -822,7 +822,7 @@ class TestRedirects:
         ("http://a/", "http://a.b/", False), ("http://A/", "http://a/", True),
     ])  # fmt: skip
     def test_what_counts_as_the_same_server(self, first: str, second: str, same: bool) -> None:
-        assert http.Target.of(first).same_server(http.Target.of(second)) is same
+        assert http.RequestTarget.of(first).same_server(http.RequestTarget.of(second)) is same
 
 
 class TestWhatIsRefused:
@@ -887,7 +887,7 @@ class TestWhatIsRefused:
         for name in ("../x", "a/../../x", "/x", "..", "a\\b", "%2e%2e/x", "x?y"):
             with pytest.raises(errors.UsageError):
                 source.beside(name)
-        assert source.beside("x").first == http.Target("http", "::1", 8080, "/x?sig=1")
+        assert source.beside("x").first == http.RequestTarget("http", "::1", 8080, "/x?sig=1")
 
     @pytest.mark.parametrize(("status", "kind"), [
         (404, errors.SourceNotFoundError), (410, errors.SourceNotFoundError),
