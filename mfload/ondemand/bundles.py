@@ -106,7 +106,7 @@ def bundle(
 
     Memory is bounded, and files are read back before they get their names, as by `mfload.convert`,
     which also says what stays after a kill. Columns of the down-projection lie apart, so it is read
-    several times, in slabs of a quarter of `max_host_overhead`, at most 64 MiB.
+    several times, in slabs of an eighth of `max_host_overhead`.
 
     Args:
         source: As for `load`.

@@ -475,7 +475,7 @@ class Filling:
         for prefix, numbers in parts.items():
             nbytes = sum(_nbytes(recipes[n]) for n in numbers)
             what = "max_host_overhead is too small for what a module's load hooks take at once"
-            ledger.check(nbytes, what, recipes[numbers[0]].name)
+            ledger.check(nbytes, what, recipes[numbers[0]].name if numbers else None)
             units.append((nbytes, (prefix, numbers)))
         steps: list[_Step] = []
         for group in grouped(units, _TOGETHER, lambda unit: unit[0]):
