@@ -1,4 +1,4 @@
-"""docs/design/copies.md follows a transposed leaf through the code: it passes what the page says."""
+"""docs/design/copies.md follows a transposed leaf: it passes the functions that the page says."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def test_a_transposed_leaf_passes_the_functions_of_the_page_in_their_order(tmp_p
         sys.setprofile(None)
         threading.setprofile(None)
     np.testing.assert_array_equal(model["head"].weight.detach().numpy(), kernel.T)
+    assert not {*expected} - {*entered}
     firsts = [entered.index(name) for name in expected]
     assert len(expected) == 6
     assert firsts == sorted(firsts)
