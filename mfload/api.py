@@ -245,7 +245,7 @@ def load(
         MfloadError: One of the tree in `mfload.errors`; nothing is left half loaded.
     """
     if fallback is not None or getattr(options, "peer", None) is not None:
-        given = locals()
+        given = dict(locals())  # Who looks at the frame changes the one that it has.
         from mfload.loading import attempts
 
         if attempts.needed(fallback, options):
@@ -534,7 +534,7 @@ def plan(
         MfloadError: As `load` does.
     """
     if fallback is not None:
-        given = locals()
+        given = dict(locals())  # Who looks at the frame changes the one that it has.
         from mfload.loading import attempts
 
         return attempts.again(plan, given)
@@ -586,7 +586,7 @@ def abstract(
         MfloadError: As `load` does.
     """
     if fallback is not None:
-        given = locals()
+        given = dict(locals())  # Who looks at the frame changes the one that it has.
         from mfload.loading import attempts
 
         return attempts.again(abstract, given)
@@ -708,7 +708,7 @@ def load_into(
     call = partial(filling.fill, target, asked)
     if not attempts.needed(fallback, options):
         return call(path, options=options)
-    whole = mapping is None and names is None
+    whole = mapping is None and names is None and _as_stored(dtype)
     return attempts.run(call, path, fallback, prefer, options, report, whole=whole)
 
 
@@ -808,11 +808,12 @@ def restore(
             that is filled in place a note of the error says so.
     """
     if fallback is not None or getattr(options, "peer", None) is not None:
-        given = locals()
+        given = dict(locals())  # Who looks at the frame changes the one that it has.
         from mfload.loading import attempts
 
         if attempts.needed(fallback, options):
-            return attempts.again(restore, given, whole=names is None and mapping is None)
+            whole = names is None and mapping is None and _as_stored(dtype)
+            return attempts.again(restore, given, whole=whole)
     from mfload.formats import steps
     from mfload.trees import load_into as filling, nested
 
@@ -835,9 +836,12 @@ def restore(
     opening = discovery.Opening(
         path, locate, lambda index: tree.append(nested.tree_of(index, names))
     )
-    stored = isinstance(dtype, str) and dtype in ("target", "stored")
     more: dict[str, Any] = {"names": names, "mesh": mesh, "shardings": shardings}
-    more |= {"unmatched": unmatched, "dtype": None if stored else dtype, "verify": verify}
+    more |= {
+        "unmatched": unmatched,
+        "dtype": None if _as_stored(dtype) else dtype,
+        "verify": verify,
+    }
     more |= {"progress": progress, "report": report, "options": options}
     arrays = load(opening, framework, **more)
     how = verifying(verify, started(options), *opening.opened)
@@ -980,6 +984,11 @@ def save(
     else:
         begin = partial(saving.begin, prepare, wishes)
     return begin()() if pending is None else pending.start(begin)
+
+
+def _as_stored(dtype: Any) -> bool:
+    """Whether `dtype=` of `restore` or `load_into` names none but the target's, or the stored."""
+    return dtype is None or (isinstance(dtype, str) and dtype in ("target", "stored"))
 
 
 class _Call(NamedTuple):

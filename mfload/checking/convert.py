@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mfload.checking.rewriting import Rewrite, rewrite
+from mfload.checking.rewriting import RewriteWishes, rewrite
 from mfload.dtypes import DTypeLike
 from mfload.options import Options
 from mfload.planning.selection import Regex
@@ -104,7 +104,8 @@ def convert(
     """
     targets.resolve(target)  # None is for align.
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
-    wishes = Rewrite(*made, overwrite, progress, options, names=names, dtype=dtype, mapping=mapping,
+    wishes = RewriteWishes(
+        *made, overwrite, progress, options, names=names, dtype=dtype, mapping=mapping,
                     beside=not only_weights, resume=True)  # fmt: skip
     return Converted(*rewrite(source, target, wishes))
 
@@ -155,5 +156,5 @@ def align(
         LoadTimeoutError: The timeout passed.
     """
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
-    wishes = Rewrite(*made, overwrite, progress, options, beside=not only_weights)
+    wishes = RewriteWishes(*made, overwrite, progress, options, beside=not only_weights)
     return Aligned(*rewrite(source, target, wishes))

@@ -53,7 +53,7 @@ _VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Rewrite:
+class RewriteWishes:
     """How a checkpoint is rewritten.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Rewrite:
         notes: What is worth knowing, in order.
     """
 
-    def __init__(self, source: Any, target: Any, wishes: Rewrite, how: LoadOptions) -> None:
+    def __init__(self, source: Any, target: Any, wishes: RewriteWishes, how: LoadOptions) -> None:
         self.wishes, self._source, self._how = wishes, source, how
         self.index, self.sources = checkpoint.read_every(source, how)
         self.found = found = discovery.find(source, how)
@@ -215,7 +215,7 @@ class _Rewrite:
 def rewrite(
     source: PathOrBytes | Sequence[PathOrBytes],
     target: str | os.PathLike[str] | None,
-    wishes: Rewrite,
+    wishes: RewriteWishes,
 ) -> tuple[Any, ...]:
     """Rewrites a checkpoint; returns the values of `Saved`."""
     start = time.perf_counter()

@@ -249,9 +249,11 @@ def _wide(file: Source, name: str, extra: bytes, *numbers: int) -> list[int]:
 def _heads(file: Source, entries: Sequence[Member], stop: int) -> Iterator[bytes]:
     """The first bytes of each member; none of one that does not begin before `stop`.
 
-    Those of members that lie together are read at once.
+    Those of members that lie together are read at once, with the data between them if that takes
+    less time than to ask anew.
     """
-    window = min(max(_HEAD, file.costs.merge_gap), _WINDOW)
+    costs = file.costs
+    gap = costs.merge_gap if costs.row_gap is None else costs.row_gap
     found: dict[int, bytes] = {}
 
     def ask(group: list[int]) -> None:
@@ -263,7 +265,12 @@ def _heads(file: Source, entries: Sequence[Member], stop: int) -> Iterator[bytes
     for first in range(0, len(entries), _ASKED):
         groups, some = list[list[int]](), entries[first : first + _ASKED]
         for entry in some:
-            if groups and entry.offset + _HEAD <= groups[-1][0] + window:
+            end = entry.offset + _HEAD
+            if (
+                groups
+                and entry.offset < groups[-1][-1] + _HEAD + gap
+                and end <= groups[-1][0] + _WINDOW
+            ):
                 groups[-1].append(entry.offset)
             else:
                 groups.append([entry.offset])

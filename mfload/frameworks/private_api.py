@@ -46,7 +46,7 @@ def _tried(
             try:
                 found, behaves = find(*given)
                 return found if behaves else None
-            except errors.UsageError:  # Of Paddle's mode.
+            except errors.MfloadError:  # Of Paddle's mode, or no memory.
                 raise
             except Exception as error:  # noqa: BLE001 - there is another way
                 log.info("%s is of no use here: %s", what, error)
@@ -134,6 +134,8 @@ def jax_wrapper() -> tuple[Callable[[Any], Callable[[tuple[Any]], Any]], bool]:
             handler = handler or getattr(
                 importlib.import_module(module), "array_result_handler", None
             )
+    if handler is None:
+        raise AttributeError("array_result_handler")
     how = {"_skip_checks": True}
 
     def wrapper(like: Any) -> Any:

@@ -113,6 +113,8 @@ class LazyTensor:
         inner = laid(whole, shape, strides, first)
         if inner is None:
             reach = 1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True))
+            if math.prod(shape) > reach:  # It has elements twice, which are read once.
+                return None
             return self._stored(first, reach, shape, Stored(strides=strides))
         if self._packed:
             if len(whole) != len(request.shape) or inner.steps or inner[-1].size < whole[-1]:

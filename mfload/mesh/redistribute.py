@@ -260,6 +260,7 @@ class _Filler:
             in_row = [(len(self._memory) + parcel.alone, row)]
             there = in_row if parcel.wire else self._spots(parcel)
             whole = parcel.target.request
+            assert whole.selection is None or whole.selection.steps is None
             selection = boxed(whole.info, parcel.box)
             requests += [whole._replace(selection=selection, devices=())] * len(there)
             given += there

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.checking.convert import Converted
-from mfload.checking.rewriting import Rewrite, rewrite
+from mfload.checking.rewriting import RewriteWishes, rewrite
 from mfload.formats import strict_json
 from mfload.index import Index, Piece, TensorInfo
 from mfload.options import Options
@@ -185,7 +185,7 @@ def _rewrite(
 ) -> tuple[Any, ...]:
     targets.resolve(target)  # None is for align.
     given = layout.shard_limit(max_shard_size), ALIGN, overwrite, progress, options
-    return rewrite(source, target, Rewrite(*given, change=change, resume=True))
+    return rewrite(source, target, RewriteWishes(*given, change=change, resume=True))
 
 
 def bundled(index: Index, patterns: Mapping[str, re.Pattern[str]]) -> Index:

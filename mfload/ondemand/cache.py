@@ -245,6 +245,7 @@ class SlotCache:
             if own is not None:
                 run, what = functools.partial(self._run, own), self._reading(own)
                 deadline.bound(run, what, self._file, apart=True, crew=self._crew)
+                self._await(own, deadline)  # It may have been broken off before it began.
             for each in others:
                 self._await(each, deadline)
         except BaseException as error:

@@ -165,6 +165,8 @@ class SaveTarget:
                     except BaseException:
                         for each in drafts:
                             each.lasting = False
+                        if key:
+                            _remove([journal.name(paths[0])])
                         raise
                 yield drafts
             finally:

@@ -70,7 +70,13 @@ class MemoryHandle(ClosedAtEnd):
         nbytes = sum(part.nbytes for part in vector)
         if least is not None:
             nbytes = min(nbytes, max(least, self._source.size - offset))
-        return scatter(self._source.part(offset, nbytes), vector)
+        if nbytes <= 0:
+            return 0
+        data = self._source.part(offset, nbytes)
+        if len(vector) > 1:
+            return scatter(data, vector)
+        np.frombuffer(vector[0], np.uint8)[:nbytes] = data
+        return nbytes
 
 
 def scatter(data: Any, vector: list[Any]) -> int:

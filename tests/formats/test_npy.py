@@ -211,6 +211,23 @@ def test_headers_of_members_that_lie_together_are_read_at_once(
     assert sum(asked) < 2 * 1200 * 640 + (1 << 16)
 
 
+def test_data_between_headers_is_not_read_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    np.savez(tmp_path / "x.npz", **{f"t{n}": np.zeros(8 << 10, np.uint8) for n in range(50)})
+    asked: list[int] = []
+    real = LocalFile.read
+
+    def read(self: LocalFile, offset: int, nbytes: int) -> bytes:
+        asked.append(nbytes)
+        return real(self, offset, nbytes)
+
+    monkeypatch.setattr(LocalFile, "read", read)
+    with mfload.open(tmp_path / "x.npz") as opened:
+        assert len(opened.keys()) == 50
+    assert sum(asked) < 150 << 10
+
+
 def test_an_entry_that_comes_twice_is_refused_over_a_connection_too() -> None:
     entry = _PLAIN[_D : _entry(_PLAIN, 1)]
     raw = (

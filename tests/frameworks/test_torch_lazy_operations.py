@@ -462,6 +462,21 @@ def test_a_view_reads_no_more_than_it_holds(tmp_path: Path, view: Act, items: in
     assert report.read_bytes - report.over_read_bytes == items * 4
 
 
+def test_what_a_view_has_twice_is_held_once(tmp_path: Path) -> None:
+    whole = torch.arange(4096.0).view(64, 64)
+    save_file({"w": whole}, tmp_path / "w.safetensors")
+    with mfload.stream(tmp_path, "torch", lazy=True) as stream:
+        ((_, lazy),) = stream
+        for view in (
+            lambda x: x.view(-1).unfold(0, 64, 1),
+            lambda x: x.unfold(1, 8, 1).unfold(0, 8, 1),
+            lambda x: x.unfold(1, 8, 1).transpose(0, 2),
+        ):
+            read = view(lazy).read(False)
+            assert torch.equal(read, view(whole))
+            assert read.untyped_storage().nbytes() <= whole.nbytes
+
+
 @pytest.mark.parametrize("kind", ["meta", "inference", "dtype", "no protocol"])
 def test_modes_of_pytorch_do_not_matter(tmp_path: Path, kind: str) -> None:
     like = _stored(torch.bfloat16, (6, 4))

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec as P
 from world import World
 
 import mfload
+from mfload.trees import host_leaves
 
 SPECS: dict[str, Any] = {
     "rows": P(("a", "b")),
@@ -145,6 +146,30 @@ def run(rank: int, directory: Path, mesh: Mesh, case: str) -> dict[str, Any]:
         assert not made["w"].is_fully_addressable
         assert type(made["v"]) is np.ndarray
         assert made["v"].tobytes() == whole["turned"].T.tobytes()
+        return {}
+    if case.startswith("apart"):
+        # One leaf lies on devices of the last process alone, the other on all.
+        whole, here = stored(), Mesh(mesh.devices[-1:], mesh.axis_names)
+        place = jax.sharding.NamedSharding(here, P())
+        target = {
+            "w": jax.ShapeDtypeStruct((LAYERS, 128, 64), "f4", sharding=place),
+            "table": jax.ShapeDtypeStruct(
+                (512, 256), "f4", sharding=jax.sharding.NamedSharding(mesh, P("a"))
+            ),
+        }
+        rule = mfload.rule("w", transpose=(1, 0), stack=1)
+        host_leaves._JOINED = 0
+        made = mfload.load_into(
+            target,
+            directory / "model.safetensors",
+            mapping={r"layers\.(\d+)\.w": rule, "table": "table", ".*": None},
+            options=mfload.Options(exchange=case.partition(":")[2], timeout=20),
+        )
+        stacked = np.stack([whole[f"layers.{n}.w"].T for n in range(LAYERS)])
+        for shard in made["w"].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == stacked.tobytes()
+        for shard in made["table"].addressable_shards:
+            assert np.asarray(shard.data).tobytes() == whole["table"][shard.index].tobytes()
         return {}
     spec, exchange, *cap = case.split(":")
     options = {"max_host_overhead": int(cap[0])} if cap else {}

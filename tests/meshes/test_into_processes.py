@@ -48,6 +48,14 @@ def test_leaves_of_numpy_beside_sharded_ones(tmp_path: Path) -> None:
         assert each.said["numpy"]["error"] is None, each.said["numpy"]["text"]
 
 
+def test_a_leaf_of_one_process_beside_others(tmp_path: Path) -> None:
+    cases = ["apart:auto", "apart:once", "apart:never"]
+    for each in launching.launch(tmp_path, cases, count=2, devices=2, seconds=90):
+        assert each.code == 0, each.log
+        for case in cases:
+            assert each.said[case]["error"] is None, (case, each.said[case]["text"])
+
+
 def test_what_fails_in_one_fails_in_all(tmp_path: Path) -> None:
     cases = ["map", "rows:once", "target", "grid:never", "own"]
     ended = launching.launch(tmp_path, cases, count=2, devices=2, seconds=90)

@@ -196,6 +196,26 @@ def test_more_keys_than_slots_are_refused_at_once() -> None:
     assert disk.read == []
 
 
+def test_what_a_signal_breaks_off_before_it_is_read_is_not_handed_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request in a signal handler, of the same thread, fails between two steps of another."""
+    cache, _ = make(capacity=2)
+    start = cache._crew.start
+
+    def interrupted(*given: Any) -> Any:
+        with pytest.raises(errors.MemoryLimitError):
+            cache.use([2, 3])
+        return start(*given)
+
+    monkeypatch.setattr(cache._crew, "start", interrupted)
+    with pytest.raises(errors.MfloadError):
+        cache.use([0, 1])
+    monkeypatch.undo()
+    cache, disk = make(capacity=2)
+    right(disk, views(cache.use([0, 1]), 1, False))
+
+
 def test_all_pinned_waits_and_goes_on() -> None:
     cache, disk = make(capacity=1, wait=30)
     held = [cache.use([0])]

@@ -189,6 +189,23 @@ def test_both_fail(tmp_path: Path) -> None:
     assert caught.value.file == str(tmp_path / "none")
 
 
+def test_who_looks_at_frames_changes_nothing(files: str, tmp_path: Path) -> None:
+    """As debuggers do, and handlers of logs."""
+
+    def look(frame: Any, *_: Any) -> Any:
+        dict(frame.f_locals)
+        return look
+
+    calls = [mfload.load, mfload.restore, mfload.plan]
+    for call in calls:
+        sys.settrace(look)
+        try:
+            found = call(tmp_path / "none.safetensors", framework="numpy", fallback=files)
+        finally:
+            sys.settrace(None)
+        assert call is mfload.plan or set(found) == set(ARRAYS)
+
+
 def test_places_without_a_name_of_their_own(files: str, tmp_path: Path) -> None:
     _, report = _load([str(tmp_path / "a"), str(tmp_path / "b")], [files])  # pyright: ignore
     assert report.notes[0].startswith(f"{tmp_path / 'a'} and 1 more failed after ")
@@ -216,6 +233,16 @@ def test_publishing_needs_a_whole_model(files: str) -> None:
         with pytest.raises(errors.UsageError):
             mfload.load(files, "numpy", options=options)
         assert mfload.seeds() == [seed]
+
+
+def test_what_is_converted_is_not_published() -> None:
+    options = Options(peer=PeerOptions(publish=True))
+    with mfload.publish(ARRAYS, model="m") as seed:
+        for target in (None, {name: np.zeros(1000, "f2") for name in ARRAYS}):
+            with pytest.raises(errors.UsageError, match="a whole checkpoint as it is stored"):
+                mfload.restore(
+                    seed.url, target, framework="numpy", dtype="float16", options=options
+                )
 
 
 def test_load_into_has_a_fall_back(files: str) -> None:
