@@ -56,7 +56,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         (), (_tests("devices", "staging", "overlap", "kits", "slots"), "tests/devices")),
     "mfload/cuda/cufile.py": ((), (_tests("devices", "cufile", "gds", "gds_loads"),)),
     "mfload/io/buffers.py": (
-        ("_Map", "never_forked"), (_tests("devices", "slots"), _tests("io", "buffers"))),
+        ("_AnonymousMap", "never_forked"), (_tests("devices", "slots"), _tests("io", "buffers"))),
     "mfload/frameworks/cupy_adapter.py": (
         _MEMORY, (_tests("devices", "cupy_memory"), _tests("frameworks", "cupy"))),
     "mfload/frameworks/torch_memory.py": (

@@ -232,7 +232,7 @@ class _Current:
 
 
 class _CupyStream:
-    """See `device.Stream`."""
+    """See `device.DeviceStream`."""
 
     def __init__(self, device: CupyDevice) -> None:
         self.device: Device = device

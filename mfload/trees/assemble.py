@@ -51,7 +51,7 @@ Advance = Callable[[int], None] | None
 
 
 class Goal(NamedTuple):
-    """A leaf that is to be filled: its recipe, and its place (see `jax_shardings.Place`).
+    """A leaf that is to be filled: its recipe, and its place (see `jax_shardings.LeafPlace`).
 
     Without a sharding it is one of NumPy's.
     """

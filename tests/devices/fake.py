@@ -70,7 +70,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """See `device.Stream`."""
+    """See `device.DeviceStream`."""
 
     def __init__(self, device: FakeDevice, queue: Queue) -> None:
         self.device = device

@@ -473,12 +473,12 @@ _SECCOMP = """
 import sys
 from seccomp import forbid
 forbid({forbidden})
-from mfload.io.gather import open_gather, Reads
+from mfload.io.gather import open_gather, ReadColumns
 from mfload.io import buffers
 from mfload.sources.local import LocalFile
 opened = open_gather([LocalFile(sys.argv[1])], files="direct")
 memory = buffers.allocate(4096)
-opened.read(Reads.of(0, [4096], [memory.ctypes.data], 4096))
+opened.read(ReadColumns.of(0, [4096], [memory.ctypes.data], 4096))
 assert memory.tobytes() == open(sys.argv[1], "rb").read()[4096:8192]
 print(opened.name, opened.why)
 """
@@ -501,7 +501,7 @@ def test_forbidden_by_seccomp(path: Path, forbidden: int) -> None:
 _EXIT = """
 import sys, threading, time
 import numpy as np
-from mfload.io.gather import open_gather, Reads
+from mfload.io.gather import open_gather, ReadColumns
 from mfload.io import buffers
 from mfload.sources.local import LocalFile
 opened = open_gather([LocalFile(sys.argv[1])], files="direct", engine=sys.argv[2])
@@ -509,7 +509,7 @@ memory = buffers.allocate(70 * 4096)
 offsets = np.arange(70) * 4096
 def work():
     while True:
-        opened.read(Reads.of(0, offsets, memory.ctypes.data + offsets, 4096))
+        opened.read(ReadColumns.of(0, offsets, memory.ctypes.data + offsets, 4096))
 for _ in range(2):
     threading.Thread(target=work, daemon=True).start()
 time.sleep(float(sys.argv[3]))

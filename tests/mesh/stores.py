@@ -25,7 +25,7 @@ class Memory:
 
 
 class MemoryStore:
-    """See `base.Store`.
+    """See `base.KeyValueStore`.
 
     Args:
         memory: Shared with the other processes.

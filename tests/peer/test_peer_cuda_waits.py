@@ -28,7 +28,7 @@ class Producing(OnDevice):
         given = OnDevice(array, device)
         ends = DeviceBuffer(self.device, self.address, array.nbytes, self._buffer, own=False)
         self.stream.copy_within(
-            ends, 0, given._buffer, 0, mfload.cuda.device.Rows.one(array.nbytes)
+            ends, 0, given._buffer, 0, mfload.cuda.device.DeviceRows.one(array.nbytes)
         )
         self.given, self.event = given, self.stream.record()
 

@@ -19,7 +19,8 @@ PAGE = Path(__file__).parents[2] / "docs" / "design" / "copies.md"
 
 def test_a_transposed_leaf_passes_the_functions_of_the_page_in_their_order(tmp_path: Path) -> None:
     text = PAGE.read_text("utf-8").partition("## The same in a debugger")[2].partition("\n## ")[0]
-    expected = re.findall(r"^\| `(mfload\.[\w.]+)`", text, re.M)
+    rows = re.findall(r"^\| \[([\w/]+)\.py\]\(\S+\) \| `([\w.]+)` \|", text, re.M)
+    expected = [f"mfload.{file.replace('/', '.')}.{name}" for file, name in rows]
     path = tmp_path / "kernel.safetensors"
     kernel = np.arange(12, dtype=np.float32).reshape(3, 4)
     mfload.save({"head.kernel": kernel}, path)
