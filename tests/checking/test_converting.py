@@ -25,7 +25,7 @@ import mfload
 from mfload import errors
 from mfload.checking import copying, rewriting, sealing
 from mfload.planning import lots, memory
-from mfload.saving import journal
+from mfload.saving import journal, publishing
 from mfload.saving.drafts import Draft
 from mfload.saving.publishing import SaveTarget
 
@@ -542,6 +542,28 @@ class TestFailures:
         else:
             assert len(_hidden(out)) == len(os.listdir(out)) == 2
             assert "went on after" in str(mfload.convert(tmp_path / "in", f"{out}/"))
+
+    def test_a_full_disk_leaves_no_journal_of_drafts_that_are_gone(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        target = tmp_path / "out.safetensors"
+        with monkeypatch.context() as patch:
+            _stopping(patch, 8, _Stop())
+            with pytest.raises(KeyboardInterrupt):
+                mfload.convert(source, target)
+        (draft,) = (name for name in _hidden(tmp_path) if not name.endswith("journal"))
+        (tmp_path / draft).unlink()
+
+        def full(*_: Any, **__: Any) -> None:
+            raise errors.TargetError("could not write: no space left on device")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(publishing, "Draft", full)
+            with pytest.raises(errors.TargetError):
+                mfload.convert(source, target)
+        assert [name for name in _hidden(tmp_path) if name.endswith("journal")] == []
+        mfload.convert(source, target)
+        _assert_same(target)
 
     def test_ctrl_c_before_the_journal_is_begun(
         self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
