@@ -190,12 +190,8 @@ def test_headers_of_members_are_asked_of_a_server_at_once(tmp_path: Path) -> Non
         assert time.monotonic() - start < 26 * 0.05 / 2
 
 
-def test_headers_of_members_that_lie_together_are_read_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    held = {f"t{n}": np.arange(40.0) + n for n in range(1200)}
-    held["large"] = np.arange(100_000.0)
-    np.savez(tmp_path / "x.npz", **held)
+def _asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each read of a header."""
     asked: list[int] = []
     real = LocalFile.read
 
@@ -204,6 +200,16 @@ def test_headers_of_members_that_lie_together_are_read_at_once(
         return real(self, offset, nbytes)
 
     monkeypatch.setattr(LocalFile, "read", read)
+    return asked
+
+
+def test_headers_of_members_that_lie_together_are_read_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = {f"t{n}": np.arange(40.0) + n for n in range(1200)}
+    held["large"] = np.arange(100_000.0)
+    np.savez(tmp_path / "x.npz", **held)
+    asked = _asked(monkeypatch)
     loaded = mfload.load(tmp_path / "x.npz", "numpy")
     for name, each in held.items():
         same(loaded[name], each)
@@ -215,14 +221,7 @@ def test_data_between_headers_is_not_read_for_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.savez(tmp_path / "x.npz", **{f"t{n}": np.zeros(8 << 10, np.uint8) for n in range(50)})
-    asked: list[int] = []
-    real = LocalFile.read
-
-    def read(self: LocalFile, offset: int, nbytes: int) -> bytes:
-        asked.append(nbytes)
-        return real(self, offset, nbytes)
-
-    monkeypatch.setattr(LocalFile, "read", read)
+    asked = _asked(monkeypatch)
     with mfload.open(tmp_path / "x.npz") as opened:
         assert len(opened.keys()) == 50
     assert sum(asked) < 150 << 10
