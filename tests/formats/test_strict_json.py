@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import hypothesis
@@ -91,6 +92,23 @@ def test_pairs_of_surrogates_and_escaped_backslashes_are_fair() -> None:
 def test_minus_zero_is_no_integer() -> None:
     found = strict_json.loads(b'[-0, 0, -1, "-0"]', "f")
     assert [type(value) for value in found] == [float, int, int, str]
+    for before, after in (("", ""), (" ", "\n"), ("[1,", "]"), ("[\r\n", " ]"), ('[{"a":', "}]")):
+        found: Any = strict_json.loads(f"{before}-0{after}".encode(), "f")
+        while not isinstance(found, float):
+            found = found["a"] if isinstance(found, dict) else found[-1]
+        assert math.copysign(1, found) == -1
+
+
+def test_names_with_a_minus_zero_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook for each number would be called: a run whose id has the signs took twice as long."""
+    hooks: list[set[str]] = []
+    loads = json.loads
+    monkeypatch.setattr(
+        json, "loads", lambda text, **how: hooks.append({*how}) or loads(text, **how)
+    )
+    assert strict_json.loads(b'{"layer-0": [-0.5, -1, 0], "run": "a-0"}', "f")["layer-0"][1] == -1
+    assert strict_json.loads(b'{"layer-0": [0, -0]}', "f")
+    assert ["parse_int" in each for each in hooks] == [False, True]
 
 
 def _nested(depth: int) -> Any:
