@@ -34,6 +34,7 @@ _CHOICES = {
     "exchange": EXCHANGES,
     "page_cache": PAGE_CACHES,
 }
+_SIZES = {"max_host_overhead": 0, "max_device_overhead": 0, "max_bandwidth": 1}
 # Engines that can't do what is asked of the page cache.
 _AGAINST = {"keep": ("direct", "gds"), "bypass": ("pread", "mmap")}
 
@@ -75,6 +76,12 @@ class Options:
         cert_file: This process's own certificate, for servers and seeds that ask for one.
         key_file: Its key. Default: in `cert_file`.
         peer: How `peer://` is read.
+        store: Settings of the object store of `s3://`, `gs://`, `az://`: names and values as the
+            package obstore takes them, such as `{"endpoint": "https://…", "region": "eu-west-1"}`.
+            Never shown. Default: what the environment, profiles and the machine's identity say.
+        cache: A directory that keeps blocks of files behind URLs for the next load.
+        max_bandwidth: Bytes a second that a load takes from servers and stores, at most, as a
+            number or a text such as "500MB". Default: any.
 
     Raises:
         UsageError: A value is invalid.
@@ -95,6 +102,9 @@ class Options:
     cert_file: str | os.PathLike[str] | None = None
     key_file: str | os.PathLike[str] | None = None
     peer: PeerOptions | None = None
+    store: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(default=None, repr=False)
+    cache: str | os.PathLike[str] | None = None
+    max_bandwidth: int | str | None = None
 
     def __post_init__(self) -> None:
         for name, known in _CHOICES.items():
@@ -112,10 +122,14 @@ class Options:
             Deadline(self.timeout)
             if not isinstance(self.timeout, int | float):  # pyright: ignore - NumPy's, say
                 object.__setattr__(self, "timeout", float(self.timeout))
-        for name in ("max_host_overhead", "max_device_overhead"):
+        for name, least in _SIZES.items():
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, byte_count(name, value, 0))
+                object.__setattr__(self, name, byte_count(name, value, least))
+        if self.store is not None:
+            object.__setattr__(self, "store", _checked_settings(self.store))
+        if self.cache is not None:
+            object.__setattr__(self, "cache", _checked_cache(self.cache))
         if self.headers is not None:
             object.__setattr__(self, "headers", _checked_headers(self.headers))
         certificates = {name: getattr(self, name) for name in ("ca_file", "cert_file", "key_file")}
@@ -150,6 +164,30 @@ def _checked_headers(given: Any) -> tuple[tuple[str, str], ...]:
             what = f"the value of the header {name} is invalid"
             raise errors.UsageError(what, expected="printable text in Latin-1, on one line")
     return pairs
+
+
+def _checked_settings(given: Any) -> tuple[tuple[str, Any], ...]:
+    """Settings of a store as pairs; an error shows no value."""
+    try:
+        pairs = tuple(dict(given).items())
+    except (TypeError, ValueError):
+        pairs = ((None, None),)
+    if not all(isinstance(name, str) for name, _ in pairs):
+        what, found = "the settings of the store are invalid", type(given).__name__
+        raise errors.UsageError(what, expected='{"region": "…"}', found=found)
+    return pairs
+
+
+def _checked_cache(given: Any) -> str:
+    """The directory of a cache as absolute text: the process may change its own."""
+    try:
+        path = os.fsdecode(given)
+    except (TypeError, UnicodeError):
+        path = ""
+    if not path or "\0" in path or "://" in path:
+        what = "the cache is not a directory"
+        raise errors.UsageError(what, expected="a local path", found=repr(given))
+    return os.path.abspath(path)
 
 
 _HEADER = r"[A-Za-z0-9_!#$%&'*+.^`|~-]+"
@@ -202,10 +240,13 @@ class LoadOptions(Options):
 
     __slots__ = ("by_host", "check", "deadline")
 
-    if TYPE_CHECKING:  # They were sizes and a mapping.
+    if TYPE_CHECKING:  # They were sizes, mappings and a path.
         max_host_overhead: int | None  # pyright: ignore
         max_device_overhead: int | None  # pyright: ignore
         headers: tuple[tuple[str, str], ...] | None  # pyright: ignore
+        store: tuple[tuple[str, Any], ...] | None  # pyright: ignore
+        cache: str | None  # pyright: ignore
+        max_bandwidth: int | None  # pyright: ignore
 
     deadline: Deadline
     by_host: bool

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from mfload.index import TensorInfo
 from mfload.sources.base import Source
+from mfload.sources.directories import Directory
 
 FORMATS = {
     ".safetensors": "mfload.formats.safetensors",
@@ -65,14 +66,18 @@ class Format(Protocol):
         ...
 
 
+Contents = tuple[Sequence[Source], Sequence[TensorInfo], dict[str, str] | None]
+"""Sources, the tensors in them, and free-form strings."""
+
+
 class DirectoryFormat(Protocol):
     """A format whose checkpoint is a directory: a module with these functions."""
 
-    def recognise_directory(self, directory: str, names: Sequence[str]) -> bool:
+    def recognise_directory(self, directory: Directory, names: Sequence[str]) -> bool:
         """Whether a directory that has such names is a checkpoint; it looks at few files."""
         ...
 
-    def locate(self, directory: str) -> str:
+    def locate(self, directory: Directory) -> Directory:
         """The directory that is read: this one, or one below.
 
         Raises:
@@ -81,9 +86,7 @@ class DirectoryFormat(Protocol):
         """
         ...
 
-    def read_directory(
-        self, directory: str, source: int = 0
-    ) -> tuple[Sequence[Source], Sequence[TensorInfo], dict[str, str] | None]:
+    def read_directory(self, directory: Directory, source: int = 0) -> Contents:
         """The files of a directory that `locate` gave, its tensors, and its free-form strings.
 
         `source` is the number of the first file in the index; there is at least one.
@@ -95,7 +98,7 @@ class DirectoryFormat(Protocol):
         ...
 
 
-def find_directory(directory: str, names: Sequence[str]) -> tuple[str, str] | None:
+def find_directory(directory: Directory, names: Sequence[str]) -> tuple[str, Directory] | None:
     """The module of the format of a directory that has such names, and the directory to read.
 
     None if it is of no format. Raises as `DirectoryFormat.locate` does.
@@ -107,12 +110,9 @@ def find_directory(directory: str, names: Sequence[str]) -> tuple[str, str] | No
     return None
 
 
-def read_directory(
-    reader: Any, directory: str, source: int = 0
-) -> tuple[Sequence[Source], Sequence[TensorInfo], dict[str, str] | None]:
-    """What a `DirectoryFormat`, or the module of that name, reads of a directory."""
-    if isinstance(reader, str):
-        reader = importlib.import_module(reader)
+def read_directory(module: str, directory: Directory, source: int = 0) -> Contents:
+    """What the `DirectoryFormat` of a module reads of a directory."""
+    reader: Any = importlib.import_module(module)
     return reader.read_directory(directory, source)
 
 

@@ -379,7 +379,7 @@ def choose(
                 accept(index)
             return ask(index)
 
-        found = choose(path.located(), options, accepted, missing_ok=missing_ok)
+        found = choose(path.located(options), options, accepted, missing_ok=missing_ok)
         path.opened = found[1:]
         return found
     before = discovery.state(path)
@@ -474,12 +474,12 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     seen = Headers(found)
     tensors, problems = seen.tensors, seen.problems
     if found.directory is not None and found.name is not None:
-        from mfload.formats import base, structure
+        from mfload.formats import structure
 
         before: Any = found.files  # Those of an opened checkpoint that another process has now.
         for each in before:
             each.check()
-        found.files, rows, seen.metadata = base.read_directory(found.directory, found.name, first)
+        found.files, rows, seen.metadata = found.directory(first)
         items = structure.items(seen.metadata or {}, found.name)
         if other := [name for name, held in items.items() if not held]:
             seen.notes.append(f"items that are not read: {', '.join(other)}")

@@ -9,6 +9,7 @@ import os
 import re
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mfload import errors, sources
@@ -17,6 +18,7 @@ from mfload.formats.strict_json import brief
 from mfload.options import LoadOptions
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
+from mfload.sources.directories import Directory, LocalDirectory
 
 if TYPE_CHECKING:
     from mfload.index import Index
@@ -53,8 +55,8 @@ class CheckpointFiles:
         name: What stands for all of them in an error; None for a list.
         index: The index file, if there is one.
         directory: What reads a checkpoint that is a directory, `name`, or stands for several
-            sources: a `DirectoryFormat`, or the name of its module. It knows the files, and they
-            are here once it was read.
+            sources, given the number of the first (see `DirectoryFormat.read_directory`). It knows
+            the files, and they are here once it was read.
         notes: What a user should know of them.
     """
 
@@ -68,7 +70,7 @@ class CheckpointFiles:
         name: str | None = None,
         index: Source | None = None,
         total: Any = None,
-        directory: Any = None,
+        directory: Callable[[int], Any] | None = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
         self.name, self.index, self.total = name, index, total
@@ -115,7 +117,7 @@ class Opening(os.PathLike[str]):
     """A path that is found when the headers are read, where all processes hear of an error.
 
     Attributes:
-        locate: Gives the path to open, for the one that the caller gave.
+        locate: Gives the path to open, for the one that the caller gave and the options.
         accept: Is told the index before anything else is asked of it, and may raise.
         opened: The index and the sources, once the headers were read.
     """
@@ -125,15 +127,15 @@ class Opening(os.PathLike[str]):
     def __init__(
         self,
         path: PathOrBytes | Sequence[PathOrBytes],
-        locate: Callable[[Any], Any],
+        locate: Callable[[Any, LoadOptions | None], Any],
         accept: Callable[[Index], object] | None = None,
     ) -> None:
         self._path, self._locate, self.accept = path, locate, accept
 
-    def located(self) -> PathOrBytes | Sequence[PathOrBytes]:
+    def located(self, options: LoadOptions | None) -> Any:
         """The path to open; raises as `locate` does, and UsageError for what is not a path."""
         check_path(self._path)
-        return self._locate(self._path)
+        return self._locate(self._path, options)
 
     def __fspath__(self) -> str:
         return sources.shown(self._path) or "the files"
@@ -158,12 +160,14 @@ def find(
     """
     if isinstance(path, CheckpointFiles):
         return path
-    if isinstance(path, _SINGLE) or sources.is_source(path):
+    if isinstance(path, _SINGLE) or sources.is_source(path) or sources.is_directory(path):
         if isinstance(path, str) and "://" in path:
             reader = sources.checkpoint(path, options)
             if reader is not None:
                 return CheckpointFiles([], name=sources.shown(path), directory=reader)
-        place = _located(path, options)
+        place: Any = _located(path, options)
+        if sources.is_directory(place):
+            return _of_names(place, place.names())
         if not isinstance(place, str):
             name = place.name
             if name.partition("?")[0].endswith(".json"):
@@ -176,7 +180,10 @@ def find(
         return CheckpointFiles([place], name=place)
     check_path(path)
     given: Any = path
-    files = [_located(each, options) for each in given]
+    files: list[Any] = [_located(each, options) for each in given]
+    if folder := next(filter(sources.is_directory, files), None):
+        what = "a list has files alone, and this is a directory"
+        raise errors.UsageError(what, file=folder.name)
     if not files:
         raise errors.UsageError("an empty list of files", expected="at least one path")
     ((most, count),) = collections.Counter(files).most_common(1)
@@ -197,7 +204,7 @@ def state(path: PathOrBytes | Sequence[PathOrBytes]) -> State | None:
             listed = os.listdir(os.path.dirname(name) or ".") if name.endswith(".json") else []
             return False, listed, [_VERSION(found)]
         listed = _listed(name)
-        indexes, files = _names(name, listed)
+        indexes, files = _names(LocalDirectory(name), listed)
         looked = indexes or (files if len(files) == 1 else [])
         return True, listed, [_VERSION(os.stat(os.path.join(name, each))) for each in looked]
     except (OSError, ValueError):
@@ -225,7 +232,7 @@ def _listed(directory: str) -> list[str]:
         return [e.name for e in entries if not (e.name.endswith(_FILES) and is_directory(e))]
 
 
-def _names(directory: str, listed: list[str]) -> tuple[list[str], list[str]]:
+def _names(directory: Directory, listed: list[str]) -> tuple[list[str], list[str]]:
     """Of the names in a directory, those of indexes that a load looks at, or else of files."""
     # Copies by other systems leave hidden files that are not part of a checkpoint.
     indexes = sorted(n for n in listed if n.endswith(INDEX_SUFFIX) and n[0] != ".")
@@ -242,15 +249,20 @@ def _names(directory: str, listed: list[str]) -> tuple[list[str], list[str]]:
     return indexes, files
 
 
-def _located(path: Any, options: LoadOptions | None) -> str | Source:
-    """A source, or a path as absolute text: the process may change its directory before it reads.
+def _located(path: Any, options: LoadOptions | None) -> str | Source | Directory:
+    """A source or a directory of a store, or a path as absolute text.
+
+    The process may change its directory before it reads.
 
     Opens nothing.
     """
     if (type(path) is not str or "://" in path) and (
-        isinstance(path, _BYTES) or sources.is_url(path) or sources.is_source(path)
+        isinstance(path, _BYTES)
+        or sources.is_url(path)
+        or sources.is_source(path)
+        or sources.is_directory(path)
     ):
-        return sources.find(path, options)
+        return sources.place(path, options)
     try:
         name = os.fsdecode(path)
     except TypeError:
@@ -267,7 +279,7 @@ def _located(path: Any, options: LoadOptions | None) -> str | Source:
 
 def check_path(path: Any) -> None:
     """Raises UsageError for what is neither a path nor a list, such as a tree of arrays."""
-    if isinstance(path, _SINGLE) or sources.is_source(path):
+    if isinstance(path, _SINGLE) or sources.is_source(path) or sources.is_directory(path):
         return
     _refuse_open_file(path)
     if isinstance(path, Mapping) or not isinstance(path, Iterable) or hasattr(path, "__array__"):
@@ -290,29 +302,30 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
     if _HIDDEN not in "\0".join(names):  # Half the time of a loop.
-        return _of_names(directory, names)
+        return _of_names(LocalDirectory(directory), names)
     from mfload.formats import unfinished
 
     left = unfinished.shards(directory, names)
     told = f"{unfinished.told(left)} (killed, or still writing)" if left else ""
-    found = _of_names(directory, [name for name in names if name not in left], told)
+    found = _of_names(LocalDirectory(directory), [name for name in names if name not in left], told)
     if told:
         found.notes = (f"left out: {told}",)
     return found
 
 
-def _of_names(directory: str, names: list[str], unfinished: str = "") -> CheckpointFiles:
+def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> CheckpointFiles:
     """The checkpoint that files of these names make up; `unfinished` tells what was left out."""
     if not any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names):
         from mfload.formats import base
 
         found = base.find_directory(directory, names)
         if found is not None:
-            return CheckpointFiles([], name=found[1], directory=found[0])
+            module, place = found
+            read = partial(base.read_directory, module, place)
+            return CheckpointFiles([], name=place.name, directory=read)
     indexes, files = _names(directory, names)
     if len(indexes) == 1:
-        index = sources.local_file(os.path.join(directory, indexes[0]))
-        return from_index(index)
+        return from_index(directory.file(indexes[0]))
     if not indexes and not files:
         from mfload.formats import hints
 
@@ -322,7 +335,7 @@ def _of_names(directory: str, names: list[str], unfinished: str = "") -> Checkpo
             instead = f"; it holds {unfinished}: saving there again removes them"
         raise errors.SourceNotFoundError(
             f"nothing to load in the directory{instead}",
-            file=directory,
+            file=directory.name,
             expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy, *.msgpack, or an Orbax checkpoint",
             found=", ".join(names[:8]) or "an empty directory",
         )
@@ -342,7 +355,7 @@ def _of_names(directory: str, names: list[str], unfinished: str = "") -> Checkpo
     if len(choices) > 1:
         raise errors.CheckpointError(
             "several checkpoints side by side; name one of them, or list the files",
-            file=directory,
+            file=directory.name,
             problems=tuple(choices),
         )
     missing: list[str] = []
@@ -354,8 +367,8 @@ def _of_names(directory: str, names: list[str], unfinished: str = "") -> Checkpo
             for number in range(first, first + min(total or 0, 1000))
             if number not in numbers
         ]
-    paths = [os.path.join(directory, name) for name in files]
-    return CheckpointFiles(paths, missing=tuple(missing), name=directory)
+    places = [directory.at(name) for name in files]
+    return CheckpointFiles(places, missing=tuple(missing), name=directory.name)
 
 
 def _choice(total: int | None, names: Collection[str]) -> str:

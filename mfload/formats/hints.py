@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 from mfload import errors
 from mfload.sources.base import Source
+from mfload.sources.directories import Directory, LocalDirectory
 
 _HEAD = 512
 _LISTED = 2000  # Names of a directory that are looked at.
@@ -91,18 +92,18 @@ def seems(head: bytes, size: int) -> str | None:
     return None
 
 
-def of_directory(directory: str, names: Sequence[str]) -> str:
+def of_directory(directory: Directory, names: Sequence[str]) -> str:
     """What a directory without a checkpoint holds instead, to be put after a message."""
     if known := _holds(names, _NAMES):
         return known
-    inside = {name: listed(os.path.join(directory, name)) for name in names}
+    inside = {name: listed(directory.below(name)) for name in names}
     below = [name for name in names if any(each.endswith(_WEIGHTS) for each in inside[name])]
     if "snapshots" in names:  # A repository of the Hugging Face cache.
-        snapshots = listed(os.path.join(directory, "snapshots"))
+        snapshots = listed(directory.below("snapshots"))
         below += [os.path.join("snapshots", name) for name in snapshots]
     if not below:
         return ""
-    paths = [errors.printable(os.path.join(directory, name)) for name in below[:_SHOWN]]
+    paths = [errors.printable(f"{directory.name}/{name}") for name in below[:_SHOWN]]
     return f"; look in {', '.join(paths)}{' …' if len(below) > _SHOWN else ''}"
 
 
@@ -143,7 +144,7 @@ def _near(path: str, asked: str) -> str:
     parent, name = os.path.split(path.rstrip("/" + os.sep))
     while parent and not os.path.isdir(parent) and os.path.dirname(parent) != parent:
         parent, name = os.path.split(parent)
-    close = errors.close_names(name, listed(parent or "."))
+    close = errors.close_names(name, listed(LocalDirectory(parent or ".")))
     if close:
         return f"; close names: {', '.join(map(errors.printable, close))}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):
@@ -151,10 +152,12 @@ def _near(path: str, asked: str) -> str:
     return ""
 
 
-def listed(directory: str) -> list[str]:
+def listed(directory: Directory) -> list[str]:
     """The first names in a directory, hidden ones left out; none if it can't be listed."""
     try:
-        with os.scandir(directory) as entries:
+        if not isinstance(directory, LocalDirectory):
+            return [name for name in directory.names() if name[0] != "."][:_LISTED]
+        with os.scandir(directory.name) as entries:  # There may be millions.
             first = itertools.islice((e.name for e in entries if e.name[0] != "."), _LISTED)
             return sorted(first)
     except (OSError, ValueError):

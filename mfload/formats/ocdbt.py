@@ -15,15 +15,15 @@ path has a base (`ocdbt.process_0/`), to which the paths in nodes of that file a
 
 from __future__ import annotations
 
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from mfload import errors, sources
+from mfload import errors
 from mfload.formats.crc32c import crc32c
 from mfload.formats.strict_json import brief
 from mfload.sources.base import Source, read_whole
+from mfload.sources.directories import Directory
 
 MANIFEST = "manifest.ocdbt"
 
@@ -48,7 +48,7 @@ class Value(NamedTuple):
     """A value of a store: a range of a file, or bytes.
 
     Attributes:
-        file: Path of the file; of a value in a node, where that lies.
+        file: Name of the file in the directory; of a value in a node, where that lies.
         inline: The bytes, if they lie in a node.
     """
 
@@ -69,25 +69,27 @@ class _Node(NamedTuple):
     prefix: bytes
 
 
-def read(directory: str) -> tuple[dict[str, Value], list[Source]]:
+def read(directory: Directory) -> tuple[dict[str, Value], dict[str, Source]]:
     """The keys and values of the newest version of a store, and the files that have its nodes.
+
+    Values and files have their names in the directory.
 
     Raises:
         SourceError: A file of the store is missing or can't be read.
         HeaderError: The manifest or a node breaks a rule of the format, or its checksum is wrong.
         FrameworkMissingError: It is compressed, and the package zstandard is not installed.
     """
-    manifest = _opened(os.path.join(directory, MANIFEST))
+    manifest = _opened(directory, MANIFEST)
     found, files = dict[str, Value](), {MANIFEST: manifest}
     root = _root(manifest)
     if root is None:
-        return found, [manifest]
+        return found, files
     waiting, seen, budget, last = [root], set[tuple[str, int]](), MAX_NODES, b""
     while waiting:
         node = waiting.pop()
         where = node.base + node.path
         if where not in files:
-            files[where] = _opened(os.path.join(directory, where))
+            files[where] = _opened(directory, where)
         file = files[where]
         if (where, node.offset) in seen:
             raise _bad(file, "two nodes of the B-tree have the same child", None, node.offset)
@@ -106,7 +108,7 @@ def read(directory: str) -> tuple[dict[str, Value], list[Source]]:
         if height:
             waiting += reversed([*_children(body, node, paths)])
             continue
-        for key, value in _values(body, node, paths, directory, where):
+        for key, value in _values(body, node, paths, where):
             if key <= last and found:
                 raise _bad(file, "the keys of the store are not in order", None, brief(key))
             last = key
@@ -116,11 +118,11 @@ def read(directory: str) -> tuple[dict[str, Value], list[Source]]:
                 found[key.decode()] = value
             except UnicodeDecodeError:
                 raise _bad(file, "a key of the store is not UTF-8", None, brief(key)) from None
-    return found, [*files.values()]
+    return found, files
 
 
-def _opened(path: str) -> Source:
-    file = sources.local_file(path)
+def _opened(directory: Directory, name: str) -> Source:
+    file = directory.file(name)
     file.keep(True)
     return file
 
@@ -190,7 +192,7 @@ def _children(body: _Body, node: _Node, paths: Sequence[tuple[str, str]]) -> Ite
 
 
 def _values(
-    body: _Body, node: _Node, paths: Sequence[tuple[str, str]], directory: str, where: str
+    body: _Body, node: _Node, paths: Sequence[tuple[str, str]], where: str
 ) -> Iterator[tuple[bytes, Value]]:
     count = body.count()
     keys = [key for key, _ in _keys(body, count, node.prefix, inner=False)]
@@ -199,14 +201,13 @@ def _values(
     if kinds.count(0) + outside != count:
         raise _bad(body.file, "malformed values of a node", "kinds 0 and 1", brief(kinds))
     ids, offsets = iter(body.varints(outside)), iter(body.varints(outside))
-    # Values of one file share its path.
-    inside = os.path.join(directory, where)
-    whole = [os.path.join(directory, node.base + base + path) for base, path in paths]
+    # Values of one file share its name.
+    whole = [node.base + base + path for base, path in paths]
     for key, length, kind in zip(keys, lengths, kinds, strict=True):
         if kind:
             yield key, Value(body.pick(whole, next(ids)), next(offsets), length)
         else:
-            yield key, Value(inside, node.offset, length, body.take(length))
+            yield key, Value(where, node.offset, length, body.take(length))
     body.end()
 
 

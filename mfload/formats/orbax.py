@@ -7,11 +7,10 @@ Which directory is meant says `orbax_directories`.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from mfload import errors, sources
+from mfload import errors
 from mfload.formats import ocdbt, orbax_directories, strict_json, structure, zarr
 from mfload.formats.ocdbt import Value
 from mfload.formats.orbax_directories import (
@@ -26,6 +25,7 @@ from mfload.formats.orbax_directories import (
 from mfload.formats.strict_json import bad, brief
 from mfload.index import TensorInfo
 from mfload.sources.base import Source, read_whole
+from mfload.sources.directories import Directory
 
 locate = orbax_directories.locate
 recognise_directory = orbax_directories.recognise_directory
@@ -57,7 +57,7 @@ class _Item(NamedTuple):
 
 
 def read_directory(
-    directory: str, source: int = 0
+    directory: Directory, source: int = 0
 ) -> tuple[list[Source], list[TensorInfo], dict[str, str]]:
     """The files of a checkpoint, its tensors, and its strings with the tree.
 
@@ -74,29 +74,34 @@ def read_directory(
         CheckpointError: Its tree and its store disagree; one error names all arrays.
         SourceError: A file is missing or can't be read; others as `ocdbt.read` does.
     """
-    if os.path.isfile(os.path.join(directory, TREE)):
-        above, name = os.path.split(os.path.abspath(directory))
-        handlers = _handlers(above)
+    if directory.is_file(TREE):
+        above, name = directory.above or (None, "")
+        handlers = {} if above is None else _handlers(above)
         single = handlers.get(name, "").endswith(_ARRAY_HANDLER)
         files, rows, tree, custom, keys = _item(directory, source, single=single)
-        strings = _metadata(tree, _custom(above) | custom, keys)
+        outer = {} if above is None else _custom(above)
+        strings = _metadata(tree, outer | custom, keys)
         if name in handlers:
             strings[structure.ITEMS] = json.dumps({name: True})
         return files, rows, strings
     found, handlers = orbax_directories.items(directory), _handlers(directory)
-    made: dict[str, Any] = {name: _json_item(file) for name, file in found.plain.items()}
+    made: dict[str, Any] = {
+        name: _json_item(directory.file(file)) for name, file in found.plain.items()
+    }
     items = dict.fromkeys(found.other, False)
     files, rows, custom, keys = list[Source](), list[TensorInfo](), _custom(directory), {}
     for name, place in found.trees.items():
         # Orbax's items of one array, and of random keys, are no trees.
-        single = handlers.get(name, "").endswith(_ARRAY_HANDLER) or os.path.basename(place) != name
+        single = handlers.get(name, "").endswith(_ARRAY_HANDLER) or not place.name.endswith(
+            f"/{name}"
+        )
         item = _item(place, source + len(files), name if len(found.trees) > 1 else "", single)
         made[name], files, rows = item.tree, files + item.files, rows + item.rows
         custom |= {name: item.custom} if item.custom else {}
         keys |= item.keys
     if len({row.name for row in rows}) < len(rows):
         what = "arrays of two items have the same name: that of the item and the keys, with dots"
-        raise errors.CheckpointError(what, file=directory, problems=tuple(found.trees))
+        raise errors.CheckpointError(what, file=directory.name, problems=tuple(found.trees))
     items |= dict.fromkeys(made, True)
     tree = made if len(made) > 1 else next(iter(made.values()))
     return files, rows, {**_metadata(tree, custom, keys), structure.ITEMS: json.dumps(items)}
@@ -110,31 +115,31 @@ def _metadata(tree: Any, custom: dict[str, Any], keys: dict[str, str]) -> dict[s
     return found
 
 
-def _item(directory: str, source: int, front: str = "", single: bool = False) -> _Item:
+def _item(directory: Directory, source: int, front: str = "", single: bool = False) -> _Item:
     """Reads an item; `front` stands before the names of its tensors.
 
     `single`: whether it is one array if its tree is a dict with nothing but `checkpoint`.
     """
-    tree_file = sources.local_file(os.path.join(directory, TREE))
+    tree_file = directory.file(TREE)
     tree_file.keep(True)
     metadata = read_json(tree_file)
-    strings = read_table(os.path.join(directory, _STRINGS))
+    strings = read_table(directory, _STRINGS)
     tree, paths = _tree(tree_file, metadata, strings, front)
     values, files = _values(directory)
-    store = zarr.ZarrStore(values, [tree_file, *files], source)
+    store = zarr.ZarrStore(directory, values, {TREE: tree_file, **files}, source)
     held, problems = {*store.arrays()}, list[str]()
     missing = [name for name in paths if name not in held]
     if missing:
         problems = [f"{brief(name)} is in {TREE} and not in the store" for name in missing]
         what = "the tree and the arrays of the checkpoint disagree"
-        raise errors.CheckpointError(what, file=directory, problems=tuple(problems))
+        raise errors.CheckpointError(what, file=directory.name, problems=tuple(problems))
     if metadata.get(_ALL_STORED) is True:
         store.missing = []
     rows = [zarr.read(store, name) for name in paths]
     rows = [row._replace(name=_joined(front, row.name)) for row in rows] if front else rows
     if store.missing:
         what = "chunks of the checkpoint are missing"
-        raise errors.CheckpointError(what, file=directory, problems=tuple(store.missing))
+        raise errors.CheckpointError(what, file=directory.name, problems=tuple(store.missing))
     if single and isinstance(tree, dict) and [*tree] == [_ALONE]:
         tree = tree[_ALONE]
     own = metadata.get("custom_metadata")
@@ -147,34 +152,26 @@ def _joined(front: str, name: str) -> str:
     return f"{front}.{name}" if front and name else front or name
 
 
-def _json_item(path: str) -> Any:
+def _json_item(file: Source) -> Any:
     """An item of JSON, as Python reads it: its writer may have written NaN."""
-    text = read_whole(sources.local_file(path), MAX_METADATA, LONG)
+    text = read_whole(file, MAX_METADATA, LONG)
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise bad(path, "the item is not JSON", None, None, str(error)) from None
-    strict_json.check(found, path)
+        raise bad(file, "the item is not JSON", None, None, str(error)) from None
+    strict_json.check(found, file.name)
     return found
 
 
-def _values(item: str) -> tuple[Mapping[str, Value], list[Source]]:
+def _values(item: Directory) -> tuple[Mapping[str, Value], dict[str, Source]]:
     """Keys and values of an item's arrays, in a store or in directories; files of the store."""
-    if os.path.exists(os.path.join(item, ocdbt.MANIFEST)):
+    if item.is_file(ocdbt.MANIFEST):
         return ocdbt.read(item)
-    found: dict[str, Value] = {}
-    front = len(os.path.join(item, ""))
-    for place, directories, files in os.walk(item):
-        if place == item and ARRAYS in directories:
-            directories.remove(ARRAYS)
-        for name in files:
-            path = os.path.join(place, name)
-            try:
-                size = os.stat(path).st_size
-            except OSError as error:
-                raise errors.from_os(error, path, "open") from error
-            found[path[front:].replace(os.sep, "/")] = Value(path, 0, size)
-    return found, []
+    return {
+        name: Value(name, 0, size)
+        for name, size in item.walk()
+        if not name.startswith(f"{ARRAYS}/")
+    }, {}
 
 
 def _tree(
@@ -245,24 +242,23 @@ def _plain(file: Source, node: Any, path: tuple[str, ...]) -> Any:
     return made
 
 
-def _handlers(directory: str) -> dict[str, str]:
+def _handlers(directory: Directory) -> dict[str, str]:
     """What wrote each of the items of a checkpoint; nothing if it does not say."""
-    found = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+    found = read_table(directory, CHECKPOINT).get("item_handlers")
     return {name: str(each) for name, each in found.items()} if isinstance(found, dict) else {}
 
 
-def _custom(directory: str) -> dict[str, Any]:
+def _custom(directory: Directory) -> dict[str, Any]:
     """What the writer gave for a checkpoint or an item."""
-    table = read_table(os.path.join(directory, CHECKPOINT)).get("custom_metadata")
+    table = read_table(directory, CHECKPOINT).get("custom_metadata")
     return table if isinstance(table, dict) else {}
 
 
-def _random_keys(item: str, names: Collection[str]) -> dict[str, str]:
+def _random_keys(item: Directory, names: Collection[str]) -> dict[str, str]:
     """The implementations of arrays that are JAX's random keys."""
     found: dict[str, str] = {}
-    directory = os.path.join(item, ARRAYS)
-    for name in orbax_directories.listed(directory) if os.path.isdir(directory) else ():
-        file = sources.local_file(os.path.join(directory, name))
+    for name in item.below(ARRAYS).names() if item.is_directory(ARRAYS) else ():
+        file = item.file(f"{ARRAYS}/{name}")
         entries = read_json(file).get("array_metadatas")
         for entry in entries if isinstance(entries, list) else ():
             try:

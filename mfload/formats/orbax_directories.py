@@ -10,15 +10,15 @@ While a checkpoint is written, its name has `.orbax-checkpoint-tmp` behind it, o
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from mfload import errors, sources
+from mfload import errors
 from mfload.formats import ocdbt, strict_json
 from mfload.formats.strict_json import bad, brief
 from mfload.sources.base import Source, read_whole
+from mfload.sources.directories import Directory
 
 TREE = "_METADATA"
 """The file of an item that has its tree."""
@@ -67,11 +67,11 @@ class Items(NamedTuple):
 
     Attributes:
         trees: The directory that has an item's tree and arrays.
-        plain: The file of an item that is JSON.
+        plain: The name of the file of an item that is JSON.
         other: Items that other libraries or handlers wrote.
     """
 
-    trees: dict[str, str]
+    trees: dict[str, Directory]
     plain: dict[str, str]
     other: list[str]
 
@@ -90,19 +90,17 @@ def numbered(name: str, prefix: str | None = None) -> tuple[str, Number] | None:
     return found["prefix"], int(text) if text.isdecimal() else float(text)
 
 
-def recognise_directory(directory: str, names: Iterable[str]) -> bool:
+def recognise_directory(directory: Directory, names: Iterable[str]) -> bool:
     """Whether a directory with such names looks like a checkpoint of Orbax, a step or a root."""
     names = [*names]
-    if not _MARKS.isdisjoint(names) or _TEMPORARY in os.path.basename(directory):
+    if not _MARKS.isdisjoint(names) or _TEMPORARY in _base(directory):
         return True
     if any(_TEMPORARY in name for name in names):
         return True
     some = [name for name in names if _NUMBERED.fullmatch(name)][-_SHOWN:]
     return any(
-        os.path.isfile(os.path.join(directory, name, mark))
-        for name in (*some, *names[:_SHOWN])
-        for mark in _MARKS
-    ) or any(_trees(os.path.join(directory, name)) for name in some)
+        directory.is_file(f"{name}/{mark}") for name in (*some, *names[:_SHOWN]) for mark in _MARKS
+    ) or any(_trees(directory.below(name)) for name in some)
 
 
 def is_checkpoint(names: Iterable[str]) -> bool:
@@ -111,15 +109,15 @@ def is_checkpoint(names: Iterable[str]) -> bool:
 
 
 def locate(
-    path: str | os.PathLike[str],
+    directory: Directory,
     step: Number | None = None,
     prefix: str | None = None,
     files: Sequence[Step] = (),
-) -> str:
+) -> Any:
     """What is read: a directory with a tree or with several items, or one of the files.
 
     Args:
-        path: An item, a step with items in it, or the root of a manager with steps.
+        directory: An item, a step with items in it, or the root of a manager with steps.
         step: Which step of a root. Default: the newest that is complete.
         prefix: What the names of its steps begin with. Default: any, if all have the same; of
             several, none or Flax's `checkpoint_`.
@@ -132,42 +130,46 @@ def locate(
         UsageError: A step or a prefix is asked for, and the path is not that of a root.
         SourceError: A directory can't be listed.
     """
-    directory = os.fspath(path)
     _check_finished(directory)
-    names = listed(directory)
+    names = directory.names()
     found = [] if is_checkpoint(names) else [*_steps(directory, names, prefix), *files]
     if found:
         chosen = _choose(directory, found, step)
-        place = os.path.join(directory, chosen.name)
-        return place if chosen in files else _content(place, listed(place))
+        if chosen in files:
+            return directory.at(chosen.name)
+        place = directory.below(chosen.name)
+        return _content(place, place.names())
     if prefix is not None and not is_checkpoint(names):
         what = f"there is no step with the prefix {prefix!r}"
-        raise errors.SourceNotFoundError(what, file=directory, found=", ".join(names[:8]))
+        raise errors.SourceNotFoundError(what, file=directory.name, found=", ".join(names[:8]))
     for argument, value in (("step", step), ("prefix", prefix)):
         if value is not None:
             what = "the directory has no steps: it is a checkpoint itself"
-            raise errors.UsageError(what, file=directory, expected=f"{argument}=None", found=value)
+            expected = f"{argument}=None"
+            raise errors.UsageError(what, file=directory.name, expected=expected, found=value)
     return _content(directory, names)
 
 
-def _steps(directory: str, names: Sequence[str], prefix: str | None) -> list[Step]:
+def _steps(directory: Directory, names: Sequence[str], prefix: str | None) -> list[Step]:
     """The steps of a root that are directories; none if it is not a root."""
     found: list[Step] = []
     for name in names:
         made = numbered(name.partition(_TEMPORARY)[0], prefix)
-        place = os.path.join(directory, name)
-        if made is None or not os.path.isdir(place) or os.path.isfile(f"{place}/.zarray"):
+        if made is None or not directory.is_directory(name):
+            continue
+        place = directory.below(name)
+        if place.is_file(".zarray"):
             continue
         # Without a file of its own, `layer1` may be an item as well as a step.
         clear = prefix is not None or made[0] in _USUAL or made[0].endswith("_")
-        if not clear and not os.path.isfile(os.path.join(place, CHECKPOINT)):
+        if not clear and not place.is_file(CHECKPOINT):
             continue
-        whole = os.path.isfile(os.path.join(place, TREE)) or bool(_trees(place))
+        whole = place.is_file(TREE) or bool(_trees(place))
         found.append(Step(*made, name, _TEMPORARY not in name and whole and _committed(place)))
     return found
 
 
-def _choose(directory: str, found: Sequence[Step], step: Number | None) -> Step:
+def _choose(directory: Directory, found: Sequence[Step], step: Number | None) -> Step:
     """The step that is asked for; by default the newest finished one."""
 
     def asked(each: Step) -> bool:
@@ -181,24 +183,24 @@ def _choose(directory: str, found: Sequence[Step], step: Number | None) -> Step:
     if len(prefixes) > 1:
         what = "steps of several trainings side by side; name one, or give the prefix"
         newest = sorted({each.prefix: each.name for each in mine}.values())
-        raise errors.CheckpointError(what, file=directory, problems=tuple(newest))
+        raise errors.CheckpointError(what, file=directory.name, problems=tuple(newest))
     wanted = [each for each in mine if asked(each)]
     finished = [each for each in wanted if each.finished]
     if not finished and wanted:
-        place = os.path.join(directory, wanted[-1].name)
+        place = directory.below(wanted[-1].name)
         if _committed(place):
-            _content(place, listed(place))  # It may say that there are no arrays.
+            _content(place, place.names())  # It may say that there are no arrays.
         raise _unfinished(place)
     if not finished:
         there = sorted({each.number for each in mine if each.finished})[-_SHOWN:]
         what, expected = f"there is no step {step}", ", ".join(map(str, there)) or "a step"
-        raise errors.SourceNotFoundError(what, file=directory, expected=expected)
+        raise errors.SourceNotFoundError(what, file=directory.name, expected=expected)
     exact = [each for each in finished if each.name == f"{each.prefix}{step}"] or finished
     chosen = exact[-1]
     same = [each.name for each in exact if each.number == chosen.number]
     if len(same) > 1:
         what = f"several checkpoints of step {chosen.number}; name one of them"
-        raise errors.CheckpointError(what, file=directory, problems=tuple(same))
+        raise errors.CheckpointError(what, file=directory.name, problems=tuple(same))
     return chosen
 
 
@@ -211,33 +213,39 @@ def _age(step: Step) -> tuple[list[str | float], Number]:
 # -- what is finished ------------------------------------------------------------------------
 
 
-def _check_finished(directory: str) -> None:
+def _check_finished(directory: Directory) -> None:
     """Raises CheckpointError for a directory that is still being written, or is in one."""
-    absolute = os.path.abspath(directory)
-    for each in (absolute, os.path.dirname(absolute)):
-        if _TEMPORARY in os.path.basename(each) or not _committed(each):
+    above = directory.above
+    for each in (directory, *(above or ())[:1]):
+        if _TEMPORARY in _base(each) or not _committed(each):
             raise _unfinished(each)
 
 
-def _committed(directory: str) -> bool:
+def _base(directory: Directory) -> str:
+    """The name of a directory in the one that holds it."""
+    above = directory.above
+    return above[1] if above else ""
+
+
+def _committed(directory: Directory) -> bool:
     """Whether its writer came to an end.
 
     Where directories can't be renamed, as in buckets, a checkpoint has its name from the start, and
     the time of its commit at the end.
     """
-    if os.path.exists(os.path.join(directory, _COMMITTED)):
+    if directory.is_file(_COMMITTED):
         return True
     try:
-        written = read_table(os.path.join(directory, CHECKPOINT))
+        written = read_table(directory, CHECKPOINT)
     except errors.FormatError:
         return False  # Its writer is at work.
     return written.get("commit_timestamp_nsecs", 0) is not None
 
 
-def _unfinished(directory: str) -> errors.CheckpointError:
+def _unfinished(directory: Directory) -> errors.CheckpointError:
     return errors.CheckpointError(
         "the checkpoint was not finished: its writer was stopped, or is at work",
-        file=directory,
+        file=directory.name,
         expected=f"no {_TEMPORARY} in its name, the time of its commit, and {TREE}",
     )
 
@@ -245,67 +253,58 @@ def _unfinished(directory: str) -> errors.CheckpointError:
 # -- items -----------------------------------------------------------------------------------
 
 
-def items(directory: str) -> Items:
+def items(directory: Directory) -> Items:
     """The items of a checkpoint. Metrics beside a single other item are not one of them."""
     trees, plain, other = _trees(directory), dict[str, str](), list[str]()
-    for name in listed(directory):
-        place = os.path.join(directory, name)
-        if name in trees or _TEMPORARY in name or not os.path.isdir(place):
+    for name in directory.names():
+        if name in trees or _TEMPORARY in name or not directory.is_directory(name):
             continue
-        files = [os.path.join(place, each) for each in _JSON]
-        if file := next(filter(os.path.isfile, files), None):
+        files = [f"{name}/{each}" for each in _JSON]
+        if file := next(filter(directory.is_file, files), None):
             plain[name] = file
         else:
             other.append(name)
     if other:  # Orbax may have directories of its own there.
-        handlers = read_table(os.path.join(directory, CHECKPOINT)).get("item_handlers")
+        handlers = read_table(directory, CHECKPOINT).get("item_handlers")
         other = [name for name in other if not isinstance(handlers, dict) or name in handlers]
     if len(trees) + len(plain) == 2:
         plain.pop(_METRICS, None)
     return Items(trees, plain, other)
 
 
-def _trees(directory: str) -> dict[str, str]:
+def _trees(directory: Directory) -> dict[str, Directory]:
     """The items of a directory that have a tree, by name, and where that lies."""
     try:
-        names = sorted(os.listdir(directory))
-    except OSError:
+        names = directory.names()
+    except errors.SourceError:
         return {}
-    found: dict[str, str] = {}
+    found: dict[str, Directory] = {}
     for name in names:
-        places = [os.path.join(directory, name, below) for below in ("", *_KEYS)]
-        place = next((each for each in places if os.path.isfile(os.path.join(each, TREE))), None)
+        places = [name, *(f"{name}/{below}" for below in _KEYS)]
+        place = next((each for each in places if directory.is_file(f"{each}/{TREE}")), None)
         if place is not None and _TEMPORARY not in name:
-            found[name] = os.path.join(directory, name) if place == places[0] else place
+            found[name] = directory.below(place)
     return found
 
 
-def _content(directory: str, names: Sequence[str]) -> str:
+def _content(directory: Directory, names: Sequence[str]) -> Directory:
     """The only item of a checkpoint, or the directory itself, which is one or has several."""
     if TREE in names:
         return directory
     unfinished = [name for name in names if _TEMPORARY in name]
     if unfinished:
-        raise _unfinished(os.path.join(directory, unfinished[0]))
+        raise _unfinished(directory.below(unfinished[0]))
     trees, plain, other = items(directory)
     if trees:
         alone = len(trees) == 1 and not plain and not other
         return next(iter(trees.values())) if alone else directory
     what = f"the checkpoint has no {TREE}: it was not finished, or holds no arrays"
     raise errors.CheckpointError(
-        what, file=directory, expected=TREE, found=", ".join(names[:8]) or "an empty directory"
+        what, file=directory.name, expected=TREE, found=", ".join(names[:8]) or "an empty directory"
     )
 
 
 # -- files -----------------------------------------------------------------------------------
-
-
-def listed(directory: str) -> list[str]:
-    """Names in a directory, in order; raises SourceError if it can't be listed."""
-    try:
-        return sorted(os.listdir(directory))
-    except OSError as error:
-        raise errors.from_os(error, directory, "list") from error
 
 
 def read_json(file: Source) -> dict[str, object]:
@@ -318,6 +317,6 @@ def read_json(file: Source) -> dict[str, object]:
     return found  # pyright: ignore[reportUnknownVariableType]
 
 
-def read_table(path: str) -> dict[str, object]:
-    """The object in the file at a path; an empty dict if the file does not exist."""
-    return read_json(sources.local_file(path)) if os.path.exists(path) else {}
+def read_table(directory: Directory, name: str) -> dict[str, object]:
+    """The object in a file of a directory; an empty dict if the file does not exist."""
+    return read_json(directory.file(name)) if directory.is_file(name) else {}

@@ -12,9 +12,9 @@ import math
 import re
 import struct
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 
-from mfload import errors, sources
+from mfload import errors
 from mfload.dtypes import NARROW
 from mfload.formats.crc32c import crc32c
 from mfload.formats.ocdbt import Value
@@ -31,6 +31,7 @@ from mfload.formats.zarr_metadata import (
 )
 from mfload.index import Box, Piece, TensorInfo
 from mfload.sources.base import Source
+from mfload.sources.directories import Directory
 from mfload.stored import Encoding, Stored
 
 _ABSENT = (1 << 64) - 1
@@ -39,6 +40,10 @@ _NUMBER = re.compile(r"0|[1-9]\d{0,17}")
 
 class ZarrStore:
     """Values by key, and the sources they lie in.
+
+    Args:
+        directory: Has the files of the values.
+        files: Those that are open, by name.
 
     Attributes:
         sources: `files`, and those of the values that were asked for.
@@ -49,9 +54,16 @@ class ZarrStore:
 
     missing: list[str] | None = None
 
-    def __init__(self, values: Mapping[str, Value], files: Sequence[Source], first: int) -> None:
-        self.values, self.sources, self.first = values, [*files], first
-        self._numbers = {file.name: number for number, file in enumerate(files)}
+    def __init__(
+        self,
+        directory: Directory,
+        values: Mapping[str, Value],
+        files: Mapping[str, Source],
+        first: int,
+    ) -> None:
+        self.values, self.sources, self.first = values, [*files.values()], first
+        self._directory = directory
+        self._numbers = {name: number for number, name in enumerate(files)}
         self._keys = sorted(values)
 
     def arrays(self) -> Collection[str]:
@@ -87,11 +99,15 @@ class ZarrStore:
         number = self._number(value, name)
         return self.sources[number].read(value.offset + start, stop - start)
 
+    def path(self, value: Value) -> str:
+        """The path of the file of a value, for messages."""
+        return f"{self._directory.name}/{value.file}"
+
     def _number(self, value: Value, name: str) -> int:
         number = self._numbers.get(value.file)
         if number is None:
             try:
-                source = sources.local_file(value.file)
+                source = self._directory.file(value.file)
             except errors.SourceError as error:
                 error.tensor = name
                 raise
@@ -102,7 +118,7 @@ class ZarrStore:
         if value.offset + value.nbytes > size:
             what = "a chunk reaches out of its file: the file is truncated"
             end = errors.amount(value.offset + value.nbytes)
-            raise bad(value.file, what, name, end, errors.amount(size))
+            raise bad(self.path(value), what, name, end, errors.amount(size))
         return number
 
 
@@ -280,6 +296,8 @@ def _metadata(store: ZarrStore, name: str) -> Array:
     value = store.values[keys[version]]
     if value.nbytes > MAX_METADATA:
         what = "the metadata of an array is over the limit"
-        raise bad(value.file, what, name, errors.amount(MAX_METADATA), errors.amount(value.nbytes))
+        raise bad(
+            store.path(value), what, name, errors.amount(MAX_METADATA), errors.amount(value.nbytes)
+        )
     text = store.fetch(value, 0, value.nbytes, name)
-    return parse(text, version, value.file, name)
+    return parse(text, version, store.path(value), name)

@@ -25,6 +25,7 @@ from mfload.peer.planner import Planner
 from mfload.peer.security import split_address
 from mfload.peer.source import PeerSource
 from mfload.peer_options import PeerOptions
+from mfload.sources.base import redacted
 from mfload.stored import Stored
 
 _URL = re.compile(r"peer://([^/?#]*)/([^@?#]+)(?:@([^?#]+))?")
@@ -67,17 +68,17 @@ def find(url: str, options: LoadOptions) -> Peers:
 
 
 class Peers:
-    """Reads the manifests of seeds (see `DirectoryFormat`)."""
+    """Reads the manifests of seeds."""
 
     def __init__(self, url: str, options: PeerOptions) -> None:
-        self._url, self._options = PeerUrl.of(url), options
+        self._url, self._name, self._options = PeerUrl.of(url), redacted(url), options
         if not self._url.addresses and options.planner is None:
             what = "the URL names no host, and there is no planner"
             expected = "peer://host:port/…, or Options(peer=PeerOptions(planner=…))"
             raise errors.UsageError(what, expected=expected, found=url)
 
-    def read_directory(
-        self, directory: str, source: int = 0
+    def __call__(
+        self, source: int = 0
     ) -> tuple[Sequence[PeerSource], Sequence[TensorInfo], dict[str, str]]:
         """The seeds that are read, and the tensors that they hold together.
 
@@ -86,9 +87,9 @@ class Peers:
             CheckpointError: What they hold does not fit together, or is not all of a tensor.
         """
         if self._url.addresses:
-            made, rows = self._open(self._url.addresses, directory, source)
+            made, rows = self._open(self._url.addresses, self._name, source)
         else:
-            made, rows = self._by_planner(directory, source)
+            made, rows = self._by_planner(self._name, source)
         note: list[Any] = getattr(self._options, "read", [])  # Of a load that publishes.
         note[:] = made[0].manifest.run, made[0].manifest.generation
         metadata: dict[str, str] = {}

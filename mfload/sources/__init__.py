@@ -8,13 +8,16 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from mfload import errors
 from mfload.options import LoadOptions
 from mfload.runtime import Task, start
 from mfload.sources.base import Source, redacted
 from mfload.sources.local import LocalFile
+
+if TYPE_CHECKING:
+    from mfload.sources.directories import Directory
 
 PathOrBytes = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 """A path, a URL, bytes in memory, or a source."""
@@ -23,8 +26,8 @@ SCHEMES = {"http": "mfload.sources.http", "https": "mfload.sources.http"}
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 
 CHECKPOINTS = {"peer": "mfload.peer.checkpoint"}
-"""Modules by the scheme of the URLs that stand for several sources, which their `find(url,
-options)` gives as a `DirectoryFormat`."""
+"""Modules by the scheme of the URLs that stand for several sources. Their `find(url, options)`
+gives what reads these, given the number of the first (see `DirectoryFormat.read_directory`)."""
 
 local_file: Callable[..., Source] = LocalFile
 """The source of a path of this machine."""
@@ -39,6 +42,16 @@ def find(where: PathOrBytes, options: LoadOptions | None = None) -> Source:
         UsageError: A URL is malformed, or the engine asked for reads local files alone.
         SourceError: A file can't be opened, is not a regular file, or the URL's scheme is unknown.
     """
+    found = place(where, options)
+    if is_directory(found):
+        raise errors.SourceError("is a directory", file=found.name, expected="a file")
+    return found
+
+
+def place(where: PathOrBytes | Directory, options: LoadOptions | None = None) -> Any:
+    """The source of a path, a URL or bytes as `find`, or the directory that a URL names."""
+    if is_directory(where):
+        return where
     if isinstance(where, str | os.PathLike):
         if not is_url(where):
             return local_file(os.fspath(where))
@@ -52,6 +65,8 @@ def find(where: PathOrBytes, options: LoadOptions | None = None) -> Source:
                 expected=f"a path, or a URL of {', '.join(SCHEMES)}",
             )
         opened = importlib.import_module(SCHEMES[scheme]).open_url(where, options or LoadOptions())
+        if is_directory(opened):
+            return opened
         source = checked(opened)
     elif isinstance(where, bytes | bytearray | memoryview):
         from mfload.sources.memory import MemorySource
@@ -73,16 +88,27 @@ def checked(source: Any) -> Any:
     return GivenSource(source)
 
 
+def is_checkpoint(where: str) -> bool:
+    """Whether a URL stands for several sources."""
+    return where.partition("://")[0].lower() in CHECKPOINTS
+
+
 def checkpoint(where: object, options: LoadOptions | None = None) -> Any:
     """What reads the checkpoint of a URL that stands for several sources; None for all else."""
-    if not is_url(where) or (scheme := where.partition("://")[0].lower()) not in CHECKPOINTS:
+    if not is_url(where) or not is_checkpoint(where):
         return None
-    return importlib.import_module(CHECKPOINTS[scheme]).find(where, options or LoadOptions())
+    module = CHECKPOINTS[where.partition("://")[0].lower()]
+    return importlib.import_module(module).find(where, options or LoadOptions())
 
 
 def is_source(where: object) -> TypeGuard[Source]:
     """Whether it is a source already."""
     return hasattr(where, "costs")
+
+
+def is_directory(where: object) -> TypeGuard[Directory]:
+    """Whether it is a `Directory` already."""
+    return hasattr(where, "below")
 
 
 def is_url(where: object) -> TypeGuard[str]:

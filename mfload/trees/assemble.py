@@ -229,8 +229,7 @@ class Assembly:
                 box, dtype = batch[number].box, batch[number].dtype
                 assert box is not None
                 shape = shape_of(box)
-                held = buffers.allocate(math.prod(shape) * dtype.itemsize)
-                wholes[number] = held.view(dtype).reshape(shape)
+                held = wholes[number] = buffers.allocate(math.prod(shape) * dtype.itemsize)
                 landing.give(number, Target(held, held.ctypes.data, ()))
 
         def make(wanted: _Wanted, fetched: list[Any]) -> None:

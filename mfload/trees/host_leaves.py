@@ -1,21 +1,26 @@
 """Leaves that are put together on the host, from where one call copies all shards to their devices.
 
 What is made of one tensor lands as it is stored, and XLA turns it as it copies it, with no program
-to compile. What is made of several lands by strides where it belongs in one array. Values are only
-moved here: what is scaled is left to compiled functions, so that its numbers do not depend on its
+to compile. What is made of several, or is wanted more than once, lands by strides where it belongs
+in one array, and so does what one device holds whole: it keeps that memory. Values are only moved
+here: what is scaled is left to compiled functions, so that its numbers do not depend on its
 size.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from mfload.frameworks import private_api
+from mfload.dlpack import View
+from mfload.dtypes import TABLE, DType
+from mfload.frameworks import jax_memory, private_api
+from mfload.frameworks.jax_adapter import JaxAdapter
 from mfload.frameworks.jax_memory import undisturbed
 from mfload.index import Box
 from mfload.mesh.base import DeviceShare
@@ -45,6 +50,7 @@ class Kind(NamedTuple):
         box: What holds all shards of this process; None if it has none.
         transform: Makes the box of what has landed.
         joined: Whether what it is made of lands in the box by strides, and not apart.
+        take: Makes the array that one device holds of that memory; None where it is copied.
         cuts: The place of each of these shards in that box, and their devices.
         partly: Whether some of these shards are alike, but not all of the leaf's.
         nbytes: What a leaf makes wait on a process, at most: as it lands, and what NumPy copies.
@@ -58,6 +64,7 @@ class Kind(NamedTuple):
     box: Box | None
     transform: Transform | None
     joined: bool
+    take: Callable[[Any], Any] | None
     cuts: tuple[tuple[slice, ...], ...]
     devices: list[Any]
     partly: bool
@@ -73,6 +80,8 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
     for process, _, box in shares:
         pairs = zip(around.get(process, box), box, strict=True)
         around[process] = tuple([(min(a, c), max(b, d)) for (a, b), (c, d) in pairs])
+    held = [share.box for share in shares if share.process == backend.rank]
+    whole = len(held) == 1 and backend.platform() == "cpu"
     reads: dict[int, list[DeviceShare]] = {}
     waits: Counter[int] = Counter()
     mine, joined = None, False
@@ -87,7 +96,8 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
             large = (recipe.dtype.size_of(shape_of(hull)) or 0) >= _JOINED
             # What processes exchange has no steps, and all split the same leaves into batches.
             alone = jax.process_count() == 1 and recipe.landed.elements == 1
-            joined = large and alone and strided and len(found) > 1
+            several = len(found) > 1 or len({*held}) < len(held)
+            joined = large and alone and strided and (several or whole)
         if not (joined or (strided and len(found) == 1)):  # Then NumPy shows it without a copy.
             waits[process] *= 2
     cuts: list[Any] = []
@@ -107,8 +117,17 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
         for process, _, box in shares:
             waits[process] += recipe.dtype.size_of(shape_of(box)) or 0
     taken = tuple((number, tuple(held)) for number, held in sorted(reads.items()))
-    given = shape, dtype, sharding, taken, around.get(backend.rank), mine, joined
+    take = None
+    if joined and whole:
+        as_bytes = JaxAdapter.forms[recipe.dtype.name].how == "bytes"
+        stored = TABLE["U8"] if as_bytes else recipe.dtype
+        take = partial(_taken, jax_memory.importer(devices[0]), stored, shape)
+    given = shape, dtype, sharding, taken, around.get(backend.rank), mine, joined, take
     return Kind(*given, tuple(cuts), devices, partly, max(waits.values()), result)
+
+
+def _taken(importer: Callable[[View], Any], dtype: DType, shape: Any, memory: Any) -> Any:
+    return importer(View("", dtype, shape, memory, 0))
 
 
 def make(leaves: Iterable[tuple[Kind, Sequence[Any]]]) -> list[Any]:
@@ -128,9 +147,15 @@ def make(leaves: Iterable[tuple[Kind, Sequence[Any]]]) -> list[Any]:
 
 
 def _make(kind: Kind, arrays: Sequence[Any]) -> Any:
-    shape, dtype, sharding, _, _, transform, joined, cuts, devices, partly, *_ = kind
+    shape, dtype, sharding, _, box, transform, joined, take, cuts, devices, partly, *_ = kind
     assert transform is not None
-    whole = arrays[0] if joined else transform.evaluate(arrays, np)
+    assert box is not None
+    if take is not None:
+        return take(arrays[0])
+    if joined:
+        whole = arrays[0].view(dtype).reshape(shape_of(box))
+    else:
+        whole = transform.evaluate(arrays, np)
     parts = [whole[cut] for cut in cuts]
     if partly:  # XLA refuses parts that share memory, unless all do.
         parts = [np.array(part) for part in parts]
