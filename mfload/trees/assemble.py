@@ -102,13 +102,14 @@ class _Wanted(NamedTuple):
 class _Step(NamedTuple):
     """A batch: what is fetched, by what, and what makes leaves of it.
 
-    `prepare` makes memory that is read into.
+    `prepare` makes memory that is read into, of which leaves keep so many bytes.
     """
 
     wanted: _Wanted
     loader: Loader
     make: Callable[[_Wanted, list[Any]], None]
     prepare: Callable[[], None] | None = None
+    kept: int = 0
 
 
 class _Leaves(NamedTuple):
@@ -236,7 +237,8 @@ class Assembly:
             memory.clear()
             self._arrange(batch, wholes, wanted, fetched)
 
-        return _Step(wanted, loader, make, prepare)
+        kept = sum(batch[number].nbytes for number in landing if batch[number].take is not None)
+        return _Step(wanted, loader, make, prepare, kept)
 
     def _kind(self, goal: Goal) -> _Kind:
         recipe, sharding, committed, _ = goal
@@ -373,14 +375,14 @@ class Assembly:
             for owner, rows in _by_device(self._direct, fetched).items():
                 self._arrays[owner].update((device, row[0]) for device, row in rows.items())
             del fetched
-        for wanted, loader, make, prepare in self._steps:
+        for wanted, loader, make, prepare, stays in self._steps:
             before = memory.live_bytes()
             if prepare is not None:
                 prepare()
             fetched = self._fetch(wanted.requests, loader, group, report, advance)
             start = time.perf_counter()
             make(wanted, fetched)
-            jax_adapter.wait_for_release(memory.live_bytes, before)
+            jax_adapter.wait_for_release(memory.live_bytes, before + stays)
             report.add_stage("transforms", start, time.perf_counter())
         if self._numpy is not None:
             made = self._numpy.run(report, advance)
