@@ -18,10 +18,10 @@ from mfload.formats.strict_json import brief
 from mfload.options import LoadOptions
 from mfload.sources import PathOrBytes
 from mfload.sources.base import Source
-from mfload.sources.directories import Directory, LocalDirectory
 
 if TYPE_CHECKING:
     from mfload.index import Index
+    from mfload.sources.directories import Directory
 
 State = tuple[bool, list[str], list[Any]]
 """What changes when the files of a checkpoint are replaced: whether the path is a directory, the
@@ -204,7 +204,7 @@ def state(path: PathOrBytes | Sequence[PathOrBytes]) -> State | None:
             listed = os.listdir(os.path.dirname(name) or ".") if name.endswith(".json") else []
             return False, listed, [_VERSION(found)]
         listed = _listed(name)
-        indexes, files = _names(LocalDirectory(name), listed)
+        indexes, files = _names(_local(name), listed)
         looked = indexes or (files if len(files) == 1 else [])
         return True, listed, [_VERSION(os.stat(os.path.join(name, each))) for each in looked]
     except (OSError, ValueError):
@@ -301,16 +301,23 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         names = seen[1] if seen else _listed(directory)
     except OSError as error:
         raise errors.from_os(error, directory, "list") from error
+    place = _local(directory)
     if _HIDDEN not in "\0".join(names):  # Half the time of a loop.
-        return _of_names(LocalDirectory(directory), names)
+        return _of_names(place, names)
     from mfload.formats import unfinished
 
     left = unfinished.shards(directory, names)
     told = f"{unfinished.told(left)} (killed, or still writing)" if left else ""
-    found = _of_names(LocalDirectory(directory), [name for name in names if name not in left], told)
+    found = _of_names(place, [name for name in names if name not in left], told)
     if told:
         found.notes = (f"left out: {told}",)
     return found
+
+
+def _local(directory: str) -> Directory:
+    from mfload.sources.directories import LocalDirectory  # Late: most loads have a file.
+
+    return LocalDirectory(directory)
 
 
 def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> CheckpointFiles:

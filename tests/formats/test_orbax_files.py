@@ -29,8 +29,14 @@ import mfload
 from mfload import errors
 from mfload.formats import ocdbt, orbax, orbax_directories, structure
 from mfload.formats.crc32c import crc32c
+from mfload.sources.directories import LocalDirectory
 
 KINDS = ["v0-ocdbt-zarr2-zstd", "v0-ocdbt-zarr3-raw", "v1-files-zarr2-raw", "v1-files-zarr3-zstd"]
+
+
+def located(path: object, *args: Any, **more: Any) -> str:
+    """The path of what is read of a directory."""
+    return orbax.locate(LocalDirectory(str(path)), *args, **more).name
 
 
 @pytest.fixture(scope="session")
@@ -45,7 +51,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=KINDS)
 def copied(written: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """The item of a checkpoint that a test may damage."""
-    return Path(orbax.locate(shutil.copytree(written / request.param, tmp_path / "x")))
+    return Path(located(shutil.copytree(written / request.param, tmp_path / "x")))
 
 
 @pytest.fixture
@@ -65,9 +71,9 @@ def failure(path: Path, kind: type[errors.MfloadError] = errors.MfloadError) -> 
 
 def _step(root: Path, name: str, source: Path, *items: str) -> None:
     for item in items:
-        shutil.copytree(orbax.locate(source), root / name / item)
+        shutil.copytree(located(source), root / name / item)
     if not items:
-        shutil.copytree(orbax.locate(source), root / name)
+        shutil.copytree(located(source), root / name)
 
 
 def test_the_newest_complete_step_is_read(written: Path, tmp_path: Path) -> None:
@@ -76,16 +82,16 @@ def test_the_newest_complete_step_is_read(written: Path, tmp_path: Path) -> None
         _step(tmp_path, name, source, "default")
     (tmp_path / "11").mkdir()  # Its writer was stopped.
     _step(tmp_path, "12.orbax-checkpoint-tmp", source, "default")
-    assert orbax.locate(tmp_path) == str(tmp_path / "10" / "default")
-    assert orbax.locate(tmp_path, step=2) == str(tmp_path / "2" / "default")
-    assert orbax.locate(tmp_path / "9") == str(tmp_path / "9" / "default")
+    assert located(tmp_path) == str(tmp_path / "10" / "default")
+    assert located(tmp_path, step=2) == str(tmp_path / "2" / "default")
+    assert located(tmp_path / "9") == str(tmp_path / "9" / "default")
     assert mfload.load(tmp_path, "numpy")["step"] == 7
     with pytest.raises(errors.SourceNotFoundError, match="no step 3") as caught:
-        orbax.locate(tmp_path, step=3)
+        located(tmp_path, step=3)
     assert caught.value.expected == "2, 9, 10"
     for step in (11, 12):
         with pytest.raises(errors.CheckpointError, match="not finished") as unfinished:
-            orbax.locate(tmp_path, step=step)
+            located(tmp_path, step=step)
         assert str(step) in str(unfinished.value.file)
 
 
@@ -93,12 +99,12 @@ def test_steps_with_a_prefix(written: Path, tmp_path: Path) -> None:
     source = written / KINDS[2]
     _step(tmp_path, "ckpt_00000005", source, "state", "extra")
     _step(tmp_path, "ckpt_00000040", source)  # As v0's Checkpointer writes: no item below.
-    assert orbax.locate(tmp_path) == str(tmp_path / "ckpt_00000040")
-    assert orbax.locate(tmp_path, 5) == str(tmp_path / "ckpt_00000005")  # It has two items.
-    assert orbax.locate(tmp_path, prefix="ckpt_") == str(tmp_path / "ckpt_00000040")
+    assert located(tmp_path) == str(tmp_path / "ckpt_00000040")
+    assert located(tmp_path, 5) == str(tmp_path / "ckpt_00000005")  # It has two items.
+    assert located(tmp_path, prefix="ckpt_") == str(tmp_path / "ckpt_00000040")
     assert len(mfload.load(tmp_path, "numpy")) == 17
     with pytest.raises(errors.SourceNotFoundError, match="no step with the prefix 'run_'"):
-        orbax.locate(tmp_path, prefix="run_")
+        located(tmp_path, prefix="run_")
 
 
 def test_the_numbers_of_steps() -> None:
@@ -169,16 +175,16 @@ def test_items_beside_the_only_one_with_arrays(written: Path, tmp_path: Path) ->
     assert tree["model"].keys() == mfload.restore(step / "model", framework="numpy").keys()
     shutil.rmtree(step / "config")
     assert mfload.restore(step, framework="numpy").keys() == tree["model"].keys()
-    assert orbax.locate(step) == str(step)
+    assert located(step) == str(step)
     shutil.rmtree(step / "iter")
-    assert orbax.locate(step) == str(step / "model")
+    assert located(step) == str(step / "model")
 
 
 def test_metrics_are_no_item_beside_one(written: Path, tmp_path: Path) -> None:
     _step(tmp_path, "5", written / KINDS[0], "default")
     (tmp_path / "5" / "metrics").mkdir()
     (tmp_path / "5" / "metrics" / "metrics").write_text('{"loss": NaN}')
-    assert orbax.locate(tmp_path) == str(tmp_path / "5" / "default")
+    assert located(tmp_path) == str(tmp_path / "5" / "default")
     assert mfload.restore(tmp_path, framework="numpy")["step"] == 7
 
 
@@ -201,7 +207,7 @@ def test_an_unfinished_item(written: Path, tmp_path: Path) -> None:
 
 def test_a_step_of_what_has_no_steps(written: Path) -> None:
     with pytest.raises(errors.UsageError, match="no steps"):
-        orbax.locate(written / KINDS[0], step=3)
+        located(written / KINDS[0], step=3)
 
 
 @pytest.mark.parametrize("name", ["x.orbax-checkpoint-tmp", "x.orbax-checkpoint-tmp-17"])
@@ -218,15 +224,15 @@ def test_a_step_without_its_commit(written: Path, tmp_path: Path, text: str) -> 
     for name in ("0", "1"):
         _step(tmp_path, name, written / KINDS[0], "default")
     (tmp_path / "1" / "_CHECKPOINT_METADATA").write_text(text)
-    assert orbax.locate(tmp_path) == str(tmp_path / "0" / "default")
+    assert located(tmp_path) == str(tmp_path / "0" / "default")
     (tmp_path / "0" / "_CHECKPOINT_METADATA").write_text(text)
     for path in (tmp_path, tmp_path / "1", tmp_path / "1" / "default"):
         assert "not finished" in failure(path, errors.CheckpointError).message
     with pytest.raises(errors.CheckpointError) as caught:
-        orbax.locate(tmp_path, 0)
+        located(tmp_path, 0)
     assert caught.value.file == str(tmp_path / "0")
     (tmp_path / "1" / "commit_success.txt").write_text("done")
-    assert orbax.locate(tmp_path) == str(tmp_path / "1" / "default")
+    assert located(tmp_path) == str(tmp_path / "1" / "default")
 
 
 def test_without_its_tree_it_was_not_finished(copied: Path) -> None:
@@ -339,7 +345,7 @@ def test_trees_that_are_none(store: Path, entries: list[list[Any]], what: str) -
 
 
 def test_a_chunk_file_that_is_gone(written: Path, tmp_path: Path) -> None:
-    item = Path(orbax.locate(shutil.copytree(written / KINDS[2], tmp_path / "x")))
+    item = Path(located(shutil.copytree(written / KINDS[2], tmp_path / "x")))
     before = mfload.load(item, "numpy")["params.w"]
     (item / "params.w" / "0.1").unlink()
     (problem,) = failure(item, errors.CheckpointError).problems
@@ -531,7 +537,7 @@ def test_many_absent_chunks_take_no_memory(tmp_path: Path) -> None:
     with mfload.open(place, "numpy") as opened:
         part = opened.get_slice("w")[6:9, 8, 9]
         assert part.tolist() == [0, 1, 0]
-    _, rows, _ = orbax.read_directory(str(place))
+    _, rows, _ = orbax.read_directory(LocalDirectory(str(place)))
     assert len(rows[0].pieces) == 7
 
 
@@ -609,7 +615,7 @@ def test_one_row_reads_its_pages(tmp_path: Path) -> None:
     rows = np.arange(1000 * 1024, dtype="<f4").reshape(1000, 1024)
     (tmp_path / "w" / "0.0").write_bytes(rows.tobytes())
     (tmp_path / orbax.TREE).write_text(json.dumps({"tree_metadata": {"('w',)": entry("w")}}))
-    _, (info,), _ = orbax.read_directory(str(tmp_path))
+    _, (info,), _ = orbax.read_directory(LocalDirectory(str(tmp_path)))
     assert info.simple
     plan = mfload.plan(tmp_path, "numpy", shardings=[("w", 0)], shard=(3, 1000))
     assert plan.read_bytes == 4096
@@ -646,7 +652,7 @@ def damaged(raw: bytes, damage: tuple[str, float, int]) -> bytes:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_damage_raises_or_does_nothing(written: Path, tmp_path: Path, kind: str) -> None:
-    item = Path(orbax.locate(shutil.copytree(written / kind, tmp_path / "x")))
+    item = Path(located(shutil.copytree(written / kind, tmp_path / "x")))
     whole = mfload.load(item, "numpy")
     candidates = sorted(f for f in item.rglob("*") if f.is_file() and f.stat().st_size)
 
@@ -699,7 +705,7 @@ def changed(text: bytes, rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("kind", KINDS[2:])
 def test_json_with_other_values(written: Path, tmp_path: Path, kind: str) -> None:
-    item = Path(orbax.locate(shutil.copytree(written / kind, tmp_path / "x")))
+    item = Path(located(shutil.copytree(written / kind, tmp_path / "x")))
     names = (orbax.TREE, "_strings.json", ".zarray", "zarr.json", "process_0")
     candidates = sorted(f for f in item.rglob("*") if f.name in names and f.is_file())
     rng, outcomes = random.Random(16), [0, 0]
@@ -717,7 +723,7 @@ def test_damage_behind_a_right_checksum(written: Path, tmp_path: Path, kind: str
     """A malformed node raises one of mfload's errors, also with a right checksum."""
     import zstandard
 
-    item = Path(orbax.locate(shutil.copytree(written / kind, tmp_path / "x")))
+    item = Path(located(shutil.copytree(written / kind, tmp_path / "x")))
     (node,) = (item / "d").iterdir()
     raw = node.read_bytes()
     body = raw[14:-4]

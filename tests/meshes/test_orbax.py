@@ -20,8 +20,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mfload
 from mfload.formats import orbax, structure
+from mfload.sources.directories import LocalDirectory
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Of Orbax's own.
+
+
+def located(path: object, *args: Any, **more: Any) -> str:
+    """The path of what is read of a directory."""
+    return orbax.locate(LocalDirectory(str(path)), *args, **more).name
 
 
 def same(found: dict[str, Any], wanted: Any) -> None:
@@ -36,7 +42,7 @@ def same(found: dict[str, Any], wanted: Any) -> None:
 
 def own(path: Path) -> Any:
     with ocp.PyTreeCheckpointer() as checkpointer:
-        return checkpointer.restore(orbax.locate(path))
+        return checkpointer.restore(located(path))
 
 
 @pytest.mark.parametrize("kind", orbax_writer.KINDS)
@@ -110,7 +116,7 @@ def test_roots_of_managers(tmp_path: Path) -> None:
             manager.save(step, args=ocp.args.Composite(**items))
         manager.wait_until_finished()
     assert mfload.load(tmp_path / "x", "numpy")["w"].tolist() == [10, 10, 10]
-    assert Path(orbax.locate(tmp_path / "x", step=2)).name == "model_0002"
+    assert Path(located(tmp_path / "x", step=2)).name == "model_0002"
 
 
 @pytest.mark.parametrize("kind", ["v0-ocdbt-zarr2-raw", "v1-ocdbt-zarr3-zstd"])

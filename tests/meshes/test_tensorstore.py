@@ -17,14 +17,15 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mfload
 from mfload import errors
 from mfload.formats import ocdbt, orbax
+from mfload.sources.directories import LocalDirectory
 
 few = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 
 
-def _content(value: ocdbt.Value) -> bytes:
+def _content(directory: str, value: ocdbt.Value) -> bytes:
     if value.inline is not None:
         return value.inline
-    return Path(value.file).read_bytes()[value.offset : value.offset + value.nbytes]
+    return Path(directory, value.file).read_bytes()[value.offset : value.offset + value.nbytes]
 
 
 @few
@@ -53,9 +54,9 @@ def test_stores_of_any_height(
                     store.with_transaction(transaction).write(key, wanted[key]).result()
         if not pairs:
             return
-        found, files = ocdbt.read(directory)
-        assert {key: _content(value) for key, value in found.items()} == wanted
-        assert files[0].name.endswith("manifest.ocdbt")
+        found, files = ocdbt.read(LocalDirectory(directory))
+        assert {key: _content(directory, value) for key, value in found.items()} == wanted
+        assert next(iter(files)) == "manifest.ocdbt"
 
 
 DTYPES = ["bool", "int8", "uint16", "int32", "uint64", "float16", "float32", "float64",
