@@ -54,7 +54,7 @@ def loads(
             raise bad(path, what, None, limit, errors.amount(size))
 
     parse = functools.partial(json.loads, parse_constant=_reject, parse_float=_float)
-    if b"-0" in raw and re.search(rb"(?:^|[\s:,[])-0(?![.eE\d])", raw):
+    if b"-0" in raw and re.search(rb"-0(?<![^\s:,[]-0)(?![.eE\d])", raw):
         # Minus zero is an integer to Python, and not to readers of unsigned numbers. Names such as
         # "layer-0" have the signs too, and the hook would be called for each number.
         parse.keywords["parse_int"] = lambda text: -0.0 if text == "-0" else int(text)
