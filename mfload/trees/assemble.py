@@ -282,7 +282,8 @@ class Assembly:
         too_large = (recipe.dtype.size_of(goal.shape) or 0) > most
         if too_large or (elsewhere and ledger.given is not None):
             return None
-        made = host_leaves.kind(recipe, sharding, self._backend)
+        own = self._options.allocator != "framework"
+        made = host_leaves.kind(recipe, sharding, self._backend, own=own)
         return made if made.nbytes <= ledger.split()[1] else None
 
     def _compiled_parts(self, goal: Goal) -> list[LeafPart]:

@@ -72,8 +72,8 @@ class Kind(NamedTuple):
     result: int
 
 
-def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
-    """The kind of a leaf, which is not empty."""
+def kind(recipe: Recipe, sharding: Any, backend: JaxBackend, *, own: bool) -> Kind:
+    """The kind of a leaf, which is not empty; `own`: it may keep memory of mfload's."""
     shape, dtype = arrives(recipe.dtype, recipe.transform.shape)
     shares = backend.shares(sharding, shape)
     around: dict[int, Box] = {}
@@ -81,7 +81,7 @@ def kind(recipe: Recipe, sharding: Any, backend: JaxBackend) -> Kind:
         pairs = zip(around.get(process, box), box, strict=True)
         around[process] = tuple([(min(a, c), max(b, d)) for (a, b), (c, d) in pairs])
     held = [share.box for share in shares if share.process == backend.rank]
-    whole = len(held) == 1 and backend.platform() == "cpu"
+    whole = own and len(held) == 1 and backend.platform() == "cpu"
     reads: dict[int, list[DeviceShare]] = {}
     waits: Counter[int] = Counter()
     mine, joined = None, False

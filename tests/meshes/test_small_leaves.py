@@ -145,7 +145,10 @@ def test_leaves_that_one_device_holds_whole(tmp_path: Path, allocator: Any) -> N
 
 @pytest.mark.parametrize("devices", [1, 8])
 def test_large_leaves_need_no_program(tmp_path: Path, devices: int) -> None:
-    """One is turned where XLA copies it, one is joined by strides; both can be donated."""
+    """One is turned where XLA copies it, one is joined by strides.
+
+    Both can be donated: one device gets them in XLA's memory if it is asked for.
+    """
     rng = np.random.default_rng(1)
     stored = {f"w{n}": rng.random((512, 1024), np.float32) for n in range(4)}
     path = samples.save(tmp_path / "m.safetensors", stored)
@@ -164,7 +167,8 @@ def test_large_leaves_need_no_program(tmp_path: Path, devices: int) -> None:
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        made = mfload.load_into(spec, path, mapping=lines, shardings=shardings)
+        given: Any = {"options": mfload.Options(allocator="framework")} if devices == 1 else {}
+        made = mfload.load_into(spec, path, mapping=lines, shardings=shardings, **given)
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert compiled == []
@@ -175,3 +179,24 @@ def test_large_leaves_need_no_program(tmp_path: Path, devices: int) -> None:
     before = shards.pointers(made["stack"])
     stepped = jax.jit(lambda x: -x, donate_argnums=0)(made["stack"])
     assert shards.pointers(stepped) == before
+
+
+def test_a_large_leaf_of_one_device_keeps_the_memory_it_landed_in(tmp_path: Path) -> None:
+    """As what a load gives as it is stored; replicas are turned once, and copied."""
+    stored = {f"w{n}": np.random.default_rng(n).random((512, 1024), np.float32) for n in range(3)}
+    path = samples.save(tmp_path / "m.safetensors", stored)
+    like = {f"w{n}": jax.ShapeDtypeStruct((1024, 512), np.float32) for n in range(3)}
+    lines = {r"w(\d)": mfload.rule(r"w\1", transpose=(1, 0))}
+    report = mfload.Report()
+    made = mfload.load_into(like, path, mapping=lines, report=report)
+    assert mfload.live_bytes() == 3 << 21
+    assert {made["w1"].device} == {jax.devices()[0]}
+    for name, array in stored.items():
+        np.testing.assert_array_equal(np.asarray(made[name]), array.T)
+    del made
+    assert mfload.live_bytes() == 0
+    mesh = Mesh(np.array(jax.devices()), ("x",))
+    made = mfload.load_into(like, path, mapping=lines, mesh=mesh, shardings=P())
+    assert mfload.live_bytes() == 0
+    for name, array in stored.items():
+        shards.assert_sharded(made[name], array.T, NamedSharding(mesh, P()))
