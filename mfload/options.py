@@ -34,7 +34,7 @@ _CHOICES = {
     "exchange": EXCHANGES,
     "page_cache": PAGE_CACHES,
 }
-_SIZES = {"max_host_overhead": 0, "max_device_overhead": 0, "max_bandwidth": 1}
+_SIZES = {"max_host_overhead": 0, "max_device_overhead": 0, "max_bandwidth": 1, "cache_size": 0}
 # Engines that can't do what is asked of the page cache.
 _AGAINST = {"keep": ("direct", "gds"), "bypass": ("pread", "mmap")}
 
@@ -79,7 +79,10 @@ class Options:
         store: Settings of the object store of `s3://`, `gs://`, `az://`: names and values as the
             package obstore takes them, such as `{"endpoint": "https://…", "region": "eu-west-1"}`.
             Never shown. Default: what the environment, profiles and the machine's identity say.
-        cache: A directory that keeps blocks of files behind URLs for the next load.
+        cache: A directory that keeps what is read of files behind URLs, for the next load and for
+            other processes (see `docs/how-to/cache.md`).
+        cache_size: Bytes that it may keep; what was used longest ago goes. Default: a tenth of its
+            file system.
         max_bandwidth: Bytes a second that a load takes from servers and stores, at most, as a
             number or a text such as "500MB". Default: any.
 
@@ -104,6 +107,7 @@ class Options:
     peer: PeerOptions | None = None
     store: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(default=None, repr=False)
     cache: str | os.PathLike[str] | None = None
+    cache_size: int | str | None = None
     max_bandwidth: int | str | None = None
 
     def __post_init__(self) -> None:
@@ -246,6 +250,7 @@ class LoadOptions(Options):
         headers: tuple[tuple[str, str], ...] | None  # pyright: ignore
         store: tuple[tuple[str, Any], ...] | None  # pyright: ignore
         cache: str | None  # pyright: ignore
+        cache_size: int | None  # pyright: ignore
         max_bandwidth: int | None  # pyright: ignore
 
     deadline: Deadline

@@ -65,9 +65,13 @@ def place(where: PathOrBytes | Directory, options: LoadOptions | None = None) ->
                 expected=f"a path, or a URL of {', '.join(SCHEMES)}",
             )
         opened = importlib.import_module(SCHEMES[scheme]).open_url(where, options or LoadOptions())
-        if is_directory(opened):
-            return opened
-        source = checked(opened)
+        source: Any = opened if is_directory(opened) else checked(opened)
+        if options is not None and options.cache is not None:
+            from mfload.sources import cache
+
+            source = cache.cached(source, options)
+        if is_directory(source):
+            return source
     elif isinstance(where, bytes | bytearray | memoryview):
         from mfload.sources.memory import MemorySource
 
