@@ -29,6 +29,7 @@ COMMANDS = {
     "serve": (commands.serve, "model/ --model org/name --address 127.0.0.1:7000"),
     "planner": (commands.planner, "--address 127.0.0.1:7100"),
     "bench": (bench.bench, "model/ --frameworks jax,torch --plot bench.png"),
+    "cache": (commands.cache, "ls ~/.cache/mfload"),
     "doctor": (commands.doctor, "model/"),
 }
 """Each command's function, and arguments of an example."""

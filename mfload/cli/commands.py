@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,9 +18,10 @@ from mfload.cli.options import argument, command, flag, option, sized
 from mfload.cli.output import print_json, print_table, write
 from mfload.cli.spelling import spoken
 from mfload.cli.terminal import bar, remark
-from mfload.errors import check_choice
+from mfload.errors import check_choice, counted
 from mfload.options import Options
 from mfload.peer_options import PeerOptions
+from mfload.report import human
 
 if TYPE_CHECKING:
     from mfload.report import Report
@@ -373,6 +375,44 @@ def unbundle(
     _run("unbundling", ondemand.unbundle, given)
 
 
+_ACTION = "ls: list what it holds; clear: remove it."
+_FILES = "Only files with a match of this regular expression in their URLs."
+
+Action = Annotated[str, argument("ACTION", _ACTION)]
+CacheDirectory = Annotated[str, argument("DIRECTORY", "The cache, as --cache names it.")]
+CachedNames = Annotated[str | None, option("REGEX", _FILES, "--names")]
+
+
+def cache(
+    action: Action,
+    directory: CacheDirectory,
+    names: CachedNames = None,
+    as_json: options.Json = False,
+) -> None:
+    """List or clear a cache of files behind URLs.
+
+    Prints when each file was read last, what the cache holds of it, its size and URL.
+    """
+    from mfload.sources.cache import Cache
+
+    check_choice("action", action, ("ls", "clear"))
+    found = Cache(directory)
+    chosen = found.matching(names)
+    files = found.clear(chosen) if action == "clear" else [*filter(chosen, found.files())]
+    if as_json:
+        print_json({"files": [each._asdict() for each in files]})
+        return
+    rows = [
+        (datetime.fromtimestamp(each.used).strftime("%Y-%m-%d %H:%M"), human(each.held),
+         human(each.size), each.name) for each in files
+    ]  # fmt: skip
+    if rows:
+        print_table(("used", "held", "size", "file"), rows, right=(1, 2))
+    held = human(sum(each.held for each in files))
+    did = "removed" if action == "clear" else "in the cache"
+    _say(f"{counted(len(files), 'file')}, {held} {did}")
+
+
 _LOOK = "A checkpoint, to look at its disk and its files too."
 
 Look = Annotated[str | None, argument("[PATH]", _LOOK)]
@@ -464,7 +504,7 @@ def serve(
 
     own: Any = {"planner": planner, "token_file": token_file, "ca_file": ca_file}
     peer = PeerOptions(**own, cert_file=cert_file, key_file=key_file)
-    how = Options(threads=threads, headers=options.by_line(headers), peer=peer)
+    how = Options(threads=threads, headers=options.by_line(headers, "--header", ":"), peer=peer)
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress, _names(device or ""))
     names = _names(transports or ("cuda_ipc,http" if device else "memory,memfd,http"))

@@ -95,6 +95,13 @@ _DTYPE = (
 _ENGINE = "auto, pread, direct or mmap; onto GPUs pinned or gds as well."
 _PAGE_CACHE = "What is read from the disk is kept in the page cache or not: auto, keep or bypass."
 _ALLOCATOR = "Whose memory holds the arrays: auto, mfload or framework."
+_STORE = (
+    "name=value, a setting of the object store as the package obstore takes it, such as "
+    "region=eu-west-1; may be given several times. @FILE reads a secret, one setting a line."
+)
+_CACHE = "Keep what is read of files behind URLs there, for the next load."
+_CACHE_SIZE = "What it may keep. Default: a tenth of its file system."
+_BANDWIDTH = "Bytes a second from servers and stores, at most."
 _HEADER = (
     "'Name: value', sent with each request for a URL, to its own server alone; may be given "
     "several times. Other users of the machine see a command's arguments: @FILE reads a secret, "
@@ -127,6 +134,10 @@ Prefer = Annotated[str, option("path|fallback", "Tried first.", offers=("path", 
 Planner = Annotated[str | None, option("URL", "Who knows the seeds of peer:///MODEL.")]
 Token = Annotated[str | None, option("FILE", "The token for seeds and their planner.")]
 Headers = Annotated[list[str] | None, option("HEADER", _HEADER, "--header")]
+Store = Annotated[list[str] | None, option("SETTING", _STORE, "--store")]
+Cache = Annotated[str | None, option("DIRECTORY", _CACHE)]
+CacheSize = Annotated[int | None, sized("--cache-size", _CACHE_SIZE)]
+Bandwidth = Annotated[int | None, sized("--max-bandwidth", _BANDWIDTH)]
 Authority = Annotated[str | None, option("FILE", _AUTHORITY)]
 Certificate = Annotated[str | None, option("FILE", _CERTIFICATE)]
 Key = Annotated[str | None, option("FILE", "Its key. Default: in --cert-file.")]
@@ -159,26 +170,37 @@ def network(
     ca_file: Authority = None,
     cert_file: Certificate = None,
     key_file: Key = None,
+    store: Store = None,
+    cache: Cache = None,
+    cache_size: CacheSize = None,
+    max_bandwidth: Bandwidth = None,
 ) -> dict[str, Any]:
     """How URLs and `peer://` are read, as arguments of `Options`."""
     return {
         "peer": PeerOptions(planner=planner, token_file=token_file),
-        "headers": by_line(headers),
+        "headers": by_line(headers, "--header", ":"),
+        "store": by_line(store, "--store", "="),
+        "cache": cache,
+        "cache_size": cache_size,
+        "max_bandwidth": max_bandwidth,
         "ca_file": ca_file,
         "cert_file": cert_file,
         "key_file": key_file,
     }
 
 
-def by_line(headers: list[str] | None) -> dict[str, str] | None:
-    """Headers by name, from `Name: value` or the lines of `@FILE`."""
+def by_line(given: list[str] | None, option: str, mark: str) -> dict[str, str] | None:
+    """Values by name, which a mark parts in what was given or in the lines of `@FILE`."""
     lines: list[str] = []
-    for each in headers or ():
+    for each in given or ():
         lines += _lines(each[1:]) if each.startswith("@") else [each]
-    pairs = [line.partition(":") for line in lines]
-    if not all(colon for _, colon, _ in pairs):
-        what = "--header takes a name and a value"
-        raise errors.UsageError(what, expected="'Name: value', or @FILE with such lines")
+    pairs = [line.partition(mark) for line in lines]
+    if not all(found for _, found, _ in pairs):
+        what, line = (
+            f"{option} takes a name and a value",
+            "Name: value" if mark == ":" else "name=value",
+        )
+        raise errors.UsageError(what, expected=f"'{line}', or @FILE with such lines")
     return {name.strip(): value.strip() for name, _, value in pairs} or None
 
 
@@ -191,7 +213,7 @@ def _lines(path: str) -> list[str]:
     if len(raw) > _LONGEST:
         expected = f"at most {errors.amount(_LONGEST)}"
         raise errors.UsageError(
-            "the file of headers is over the limit", file=path, expected=expected
+            "the file of names and values is over the limit", file=path, expected=expected
         )
     lines = raw.removeprefix(codecs.BOM_UTF8).decode("latin-1").split("\n")
     return [line for line in lines if line.strip()]

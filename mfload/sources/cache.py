@@ -14,6 +14,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import weakref
 import zlib
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 from mfload import errors
 from mfload.options import LoadOptions
+from mfload.report import human
 from mfload.runtime import forget_in_forks
 from mfload.sources.base import ClosedAtEnd, Source, shrunk
 from mfload.sources.directories import Directory
@@ -145,6 +147,19 @@ class Cache:
         for each in gone:
             shutil.rmtree(each.path, ignore_errors=True)
         return gone
+
+    @staticmethod
+    def matching(names: str | None) -> Callable[[CachedFile], bool]:
+        """Chooses files by a regular expression that is searched in their URLs; all for None.
+
+        Raises UsageError if it is malformed.
+        """
+        try:
+            pattern = re.compile(names or "")
+        except re.error as error:
+            what = "names is not a regular expression"
+            raise errors.UsageError(what, expected=str(error), found=names) from None
+        return lambda each: pattern.search(each.name) is not None
 
     def takes(self, nbytes: int, own: str) -> bool:
         """Whether there is room for so many bytes of a file; those used longest ago make it."""
@@ -297,7 +312,7 @@ class CachedSource:
     @property
     def failures(self) -> list[str]:
         """What the report notes."""
-        came, rest = errors.amount(self.came), errors.amount(self.fetched)
+        came, rest = human(self.came), human(self.fetched)
         notes = [f"from the cache {self.keep_in.directory}: {came}, from the server: {rest}"]
         if self.damaged:
             notes.append(f"pieces of the cache that were damaged and fetched again: {self.damaged}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import multiprocessing
 import os
 import pickle
@@ -24,6 +25,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mfload
 from mfload import errors
 from mfload.options import LoadOptions
+from mfload.report import human
 from mfload.sources import base, cache, http
 
 PIECE = cache.PIECE
@@ -84,7 +86,7 @@ def test_the_second_load_asks_for_the_version_alone(served: serving.Server, kept
     assert size <= sent(served) <= size + 2 * PIECE  # The first bytes, twice.
     check(mfload.load(served.url(), "numpy", options=how(kept), report=report))
     assert sent(served) <= OPENING
-    assert f"from the cache {kept}: {errors.amount(size)[:3]}" in str(report)
+    assert f"from the cache {kept}: {human(size)}, from the server: 0 B" in str(report)
     assert stat.S_IMODE(os.stat(kept).st_mode) == 0o700
 
 
@@ -321,3 +323,30 @@ def test_without_xxhash_it_is_crc32(
 def test_what_is_no_directory_is_refused(given: Any) -> None:
     with pytest.raises(errors.UsageError, match="the cache is not a directory"):
         mfload.Options(cache=given)
+
+
+def test_the_command_lists_and_clears(
+    served: serving.Server, kept: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mfload.cli import run
+
+    served.files["/other.safetensors"] = served.files[NAME]
+    for path in (NAME, "/other.safetensors"):
+        assert run(["load", served.url(path), "--cache", kept, "--cache-size", "1GB"]) == 0
+    capsys.readouterr()
+    assert run(["cache", "ls", kept]) == 0
+    out = capsys.readouterr()
+    assert [line.split()[-1] for line in out.out.splitlines()[1:]] == [
+        served.url(NAME),
+        served.url("/other.safetensors"),
+    ]
+    assert "2 files, " in out.err
+    assert run(["cache", "clear", kept, "--names", "other", "--json"]) == 0
+    (gone,) = json.loads(capsys.readouterr().out)["files"]
+    assert gone["name"] == served.url("/other.safetensors")
+    assert gone["held"] >= gone["size"] == len(served.files[NAME])
+    assert only(kept).name == served.url(NAME)
+    assert run(["cache", "clear", kept]) == 0
+    assert cache.Cache(kept).files() == []
+    for wrong in (["cache", "list", kept], ["cache", "ls", kept, "--names", "("]):
+        assert run(wrong) == 2
