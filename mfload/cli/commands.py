@@ -504,7 +504,7 @@ def serve(
 
     own: Any = {"planner": planner, "token_file": token_file, "ca_file": ca_file}
     peer = PeerOptions(**own, cert_file=cert_file, key_file=key_file)
-    how = Options(threads=threads, headers=options.by_line(headers, "--header", ":"), peer=peer)
+    how = Options(threads=threads, headers=options.by_line(headers), peer=peer)
     with bar("loading") as progress:
         held, metadata = serving.stored(path, how, progress, _names(device or ""))
     names = _names(transports or ("cuda_ipc,http" if device else "memory,memfd,http"))

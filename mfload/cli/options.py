@@ -96,8 +96,8 @@ _ENGINE = "auto, pread, direct or mmap; onto GPUs pinned or gds as well."
 _PAGE_CACHE = "What is read from the disk is kept in the page cache or not: auto, keep or bypass."
 _ALLOCATOR = "Whose memory holds the arrays: auto, mfload or framework."
 _STORE = (
-    "name=value, a setting of the object store as the package obstore takes it, such as "
-    "region=eu-west-1; may be given several times. @FILE reads a secret, one setting a line."
+    "'name: value', a setting of the object store as the package obstore takes it, such as "
+    "'region: eu-west-1'; may be given several times. @FILE reads a secret, one setting a line."
 )
 _CACHE = "Keep what is read of files behind URLs there, for the next load."
 _CACHE_SIZE = "What it may keep. Default: a tenth of its file system."
@@ -178,8 +178,8 @@ def network(
     """How URLs and `peer://` are read, as arguments of `Options`."""
     return {
         "peer": PeerOptions(planner=planner, token_file=token_file),
-        "headers": by_line(headers, "--header", ":"),
-        "store": by_line(store, "--store", "="),
+        "headers": by_line(headers),
+        "store": by_line(store, "--store"),
         "cache": cache,
         "cache_size": cache_size,
         "max_bandwidth": max_bandwidth,
@@ -189,18 +189,15 @@ def network(
     }
 
 
-def by_line(given: list[str] | None, option: str, mark: str) -> dict[str, str] | None:
-    """Values by name, which a mark parts in what was given or in the lines of `@FILE`."""
+def by_line(given: list[str] | None, option: str = "--header") -> dict[str, str] | None:
+    """Values by name, from `Name: value` or the lines of `@FILE`."""
     lines: list[str] = []
     for each in given or ():
         lines += _lines(each[1:]) if each.startswith("@") else [each]
-    pairs = [line.partition(mark) for line in lines]
-    if not all(found for _, found, _ in pairs):
-        what, line = (
-            f"{option} takes a name and a value",
-            "Name: value" if mark == ":" else "name=value",
-        )
-        raise errors.UsageError(what, expected=f"'{line}', or @FILE with such lines")
+    pairs = [line.partition(":") for line in lines]
+    if not all(colon for _, colon, _ in pairs):
+        what = f"{option} takes a name and a value"
+        raise errors.UsageError(what, expected="'Name: value', or @FILE with such lines")
     return {name.strip(): value.strip() for name, _, value in pairs} or None
 
 

@@ -203,7 +203,7 @@ def test_a_half_written_piece_does_not_count(
 ) -> None:
     """As a kill between two writes leaves it."""
     source = source_of(served, kept)
-    write = cache._write
+    write = cache._write  # pyright: ignore[reportPrivateUsage]
 
     def half(file: int, data: Any, offset: int) -> None:
         write(file, memoryview(data)[: max(1, len(data) // 2)], offset)
