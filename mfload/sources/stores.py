@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import posixpath
 import time
 from collections.abc import Iterator
@@ -10,13 +11,14 @@ from typing import Any
 
 from mfload import errors
 from mfload.options import LoadOptions
-from mfload.sources.access import Access, Answered, key_of, near
+from mfload.sources.access import Access, Answered
+from mfload.sources.base import redacted
 from mfload.sources.client import BROKEN, Answer
 from mfload.sources.http import SAFE_NAME, HttpSource, RequestTarget, Version
 from mfload.sources.tls import Tls
 
-ACCESS: dict[str, type[Access]] = {"s3": Access}
-"""How the buckets of each scheme are accessed."""
+ACCESS = {"s3": ("mfload.sources.s3", "S3Access")}
+"""The module and the class of `Access` to the buckets of each scheme."""
 
 _FILES = (".safetensors", ".json", ".npz", ".npy", ".msgpack")
 _WHOLE = 1000  # Objects that are listed at any depth at once; of more, each directory by itself.
@@ -35,10 +37,11 @@ def open_url(url: str, options: LoadOptions) -> HttpSource | StoreDirectory:
         FrameworkMissingError: obstore is not installed.
         SourceError: There is nothing at the URL, or the store refuses to list it.
     """
-    place, key = key_of(url)
+    place, key = _taken_apart(url)
     tls = Tls(options.cert_file, options.key_file, options.ca_file)
-    scheme = place.partition("://")[0]
-    access = ACCESS[scheme](place, options.store or (), options.timeout, tls)
+    module, name = ACCESS[place.partition("://")[0]]
+    make: type[Access] = getattr(importlib.import_module(module), name)
+    access = make(place, options.store or (), options.timeout, tls)
     if key.endswith(_FILES):
         return StoreSource(access, key)
     key = key.rstrip("/")
@@ -48,6 +51,20 @@ def open_url(url: str, options: LoadOptions) -> HttpSource | StoreDirectory:
     return found
 
 
+def _taken_apart(url: str) -> tuple[str, str]:
+    """The URL of a bucket, and the key in it; raises UsageError for a malformed URL."""
+    scheme, _, rest = url.partition("://")
+    bucket, _, key = rest.partition("/")
+    parts = key.rstrip("/").split("/") if key.rstrip("/") else []
+    if not bucket or set("@?#") & set(rest):
+        what = "the URL of the store is malformed: it has a bucket and a path, and nothing else"
+    elif any(part in ("", ".", "..") for part in parts) or not url.isprintable():
+        what = "the path in the URL of the store has empty parts, . or .."
+    else:
+        return f"{scheme.lower()}://{bucket}", key
+    raise errors.UsageError(what, expected=f"{scheme}://bucket/path", found=redacted(url))
+
+
 def _single(access: Access, key: str, url: str) -> HttpSource:
     """The object that a URL without a known end names; raises SourceNotFoundError if none does."""
     _, objects = access.level(posixpath.dirname(key)) if key else ([], [])
@@ -55,7 +72,7 @@ def _single(access: Access, key: str, url: str) -> HttpSource:
         for each in objects:
             if each.key == key:
                 return StoreSource(access, key, version_of(each))
-    meant = near(access, key) if key else ""
+    meant = access.near(key) if key else ""
     raise errors.SourceNotFoundError(
         f"the store has nothing below that path{meant}" if key else "the bucket is empty",
         file=f"{access.url}/{key}",
@@ -101,8 +118,8 @@ class StoreSource(HttpSource):
         del target
         access, kept = self.access, self._request
         if kept is None or kept[2] < time.monotonic() or kept[3] != access.made:
-            url, headers = access.request(self.key)
-            until = time.monotonic() + access.used_for
+            url, headers, seconds = access.request(self.key)
+            until = time.monotonic() + seconds
             kept = self._request = RequestTarget.of(url), headers, until, access.made
         pinned = {} if self._version is None else access.pinned(self._version.validator)
         return kept[0], kept[1] | pinned
@@ -161,21 +178,20 @@ class StoreDirectory:
 
     def _tree(self, most: int) -> dict[str, Any] | None:
         """All objects below it as a tree; None if they are more."""
-        made: dict[str, Any] = {}
-        front, count = len(self._path) + 1 if self._path else 0, 0
-        for page in self._access.objects(self._path):
-            count += len(page)
-            if count > most:
-                return None
-            for each in page:
-                *directories, name = each.key[front:].split("/")
-                inner = made
-                for directory in directories:
-                    held = inner.get(directory)
-                    # An empty object of the same name marks a directory.
-                    inner = held if isinstance(held, dict) else inner.setdefault(directory, {})
-                if name:
-                    inner.setdefault(name, each)
+        objects = self._access.objects(self._path, most)
+        if objects is None:
+            return None
+        made, front = dict[str, Any](), len(self._path) + 1 if self._path else 0
+        for each in objects:
+            *directories, name = each.key[front:].split("/")
+            inner = made
+            for directory in directories:
+                held = inner.get(directory)
+                if not isinstance(held, dict):  # An empty object may mark the directory.
+                    held = inner[directory] = {}
+                inner = held
+            if name:
+                inner.setdefault(name, each)
         return made
 
     def _level(self) -> dict[str, Any]:
