@@ -10,7 +10,6 @@ import contextlib
 import os
 import re
 import secrets
-import stat
 from collections.abc import Generator
 
 from mfload import errors
@@ -21,6 +20,8 @@ from mfload.saving import manifests
 from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft, written
 from mfload.saving.publishing import SaveTarget
+from mfload.sources.base import Source
+from mfload.sources.directories import LocalDirectory
 
 _CONFIG = "config.json"  # Ends a name in the directory of a model, such as adapter_config.json.
 _BROUGHT = re.compile(
@@ -31,44 +32,45 @@ _LARGEST = 64 << 20
 _MOST = 256  # Files.
 
 
-def find(source: CheckpointFiles, target: str) -> tuple[list[str], list[str]]:
-    """Paths of the files beside a checkpoint that go with it to a directory, and notes.
+def find(source: CheckpointFiles, target: str) -> tuple[list[Source], list[str]]:
+    """The files beside a checkpoint that go with it to a directory, and notes.
 
     Raises SourceError if the directory can't be listed.
     """
-    directory = source.name or ""
-    if not os.path.isdir(directory):  # An index, or a file, which may be one shard of several.
-        directory, name = os.path.split(os.path.abspath(directory))
-        if source.index_file is None and f"{discovery.stem(name)}{discovery.SUFFIX}" != name:
+    place = source.place
+    if place is None:  # An index, or a file, which may be one shard of several.
+        directory, name = os.path.split(os.path.abspath(source.name or ""))
+        alone = f"{discovery.stem(name)}{discovery.SUFFIX}" == name
+        if not os.path.isdir(directory) or (source.index_file is None and not alone):
             return [], []
-    if source.directory is not None or not os.path.isdir(directory):
+        place = LocalDirectory(directory)
+    same = os.path.realpath(place.name) == os.path.realpath(target)
+    if source.directory is not None or same:
         return [], []
-    try:
-        names = sorted(os.listdir(directory))
-        same = os.path.realpath(directory) == os.path.realpath(target)
-        if same or not any(name.endswith(_CONFIG) for name in names):
-            return [], []
-        names = [n for n in names if _BROUGHT.fullmatch(n) and not n.endswith(_LEFT)]
-    except OSError as error:
-        raise errors.from_os(error, directory, "look at what lies beside the weights") from error
-    status: dict[str, os.stat_result] = {}
-    for path in (os.path.join(directory, name) for name in names):
-        # Links are followed: the cache of the Hugging Face client is made of them. One that leads
-        # nowhere is no file.
-        with contextlib.suppress(OSError):
-            status[path] = os.stat(path)
-    files = [path for path, found in status.items() if stat.S_ISREG(found.st_mode)]
-    fitting = [path for path in files if status[path].st_size <= _LARGEST][:_MOST]
-    left = [os.path.basename(path) for path in files if path not in fitting]
+    names = place.names()
+    if not any(name.endswith(_CONFIG) for name in names):
+        return [], []
+    files = list[Source]()
+    for name in names:
+        if _BROUGHT.fullmatch(name) and not name.endswith(_LEFT) and place.is_file(name):
+            # Links are followed: the cache of the Hugging Face client is made of them.
+            with contextlib.suppress(errors.SourceError):
+                files.append(place.file(name))
+    fitting = [file for file in files if file.size <= _LARGEST][:_MOST]
+    left = [_name(file) for file in files if file not in fitting]
     note = f"not copied, for more than {human(_LARGEST)} or {_MOST} files: {', '.join(left[:8])}"
     return fitting, [note] if left else []
+
+
+def _name(file: Source) -> str:
+    return os.path.basename(file.name)
 
 
 class Beside:
     """Copies of files beside the weights, on their way to a directory.
 
     Args:
-        files: Paths of the files.
+        files: The files.
         target: Where the weights go.
 
     Attributes:
@@ -78,8 +80,8 @@ class Beside:
         TargetExistsError: Another file has one of the names, and may not be replaced.
     """
 
-    def __init__(self, files: list[str], target: SaveTarget) -> None:
-        self.names = list(map(os.path.basename, files))
+    def __init__(self, files: list[Source], target: SaveTarget) -> None:
+        self.names = list(map(_name, files))
         self._target, self._drafts = target, dict[str, Draft]()
         self._place = place = target.place
         self._files = {place.at(name): file for name, file in zip(self.names, files, strict=True)}
@@ -124,15 +126,8 @@ class Beside:
             raise
 
 
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise errors.from_os(error, path, "read") from error
-    if len(raw) > _LARGEST:
-        raise errors.SourceChangedError("the file grew while it was copied", file=path)
-    return raw
+def _read(file: Source) -> bytes:
+    return file.read(0, file.size)
 
 
 def _holds(path: str, raw: bytes) -> bool | None:

@@ -57,10 +57,12 @@ class CheckpointFiles:
         directory: What reads a checkpoint that is a directory, `name`, or stands for several
             sources, given the number of the first (see `DirectoryFormat.read_directory`). It knows
             the files, and they are here once it was read.
+        place: The directory that was named; None for all else.
         notes: What a user should know of them.
     """
 
     notes: tuple[str, ...] = ()
+    place: Directory | None = None
 
     def __init__(
         self,
@@ -167,7 +169,9 @@ def find(
                 return CheckpointFiles([], name=sources.shown(path), directory=reader)
         place: Any = _located(path, options)
         if sources.is_directory(place):
-            return _of_names(place, place.names())
+            found = _of_names(place, place.names())
+            found.place = place
+            return found
         if not isinstance(place, str):
             name = place.name
             if name.partition("?")[0].endswith(".json"):
@@ -303,12 +307,15 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         raise errors.from_os(error, directory, "list") from error
     place = _local(directory)
     if _HIDDEN not in "\0".join(names):  # Half the time of a loop.
-        return _of_names(place, names)
+        found = _of_names(place, names)
+        found.place = place
+        return found
     from mfload.formats import unfinished
 
     left = unfinished.shards(directory, names)
     told = f"{unfinished.told(left)} (killed, or still writing)" if left else ""
     found = _of_names(place, [name for name in names if name not in left], told)
+    found.place = place
     if told:
         found.notes = (f"left out: {told}",)
     return found

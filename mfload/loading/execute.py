@@ -211,9 +211,10 @@ def _look_again(
     deadline.bound(look, "looking at the files again")
     for number in used if concurrency else ():
         source: Any = sources[number]
-        if failures := getattr(source, "failures", ()):  # Of seeds, whose replicas went on.
-            yield from failures
+        # Replicas of seeds may have gone on, and caches had a part.
+        if number in route:
             route[number] = route[number]._replace(file=source.name, engine=source.engine)
+        yield from getattr(source, "failures", ())
 
 
 def _note(notes: list[str], text: str) -> None:

@@ -235,7 +235,7 @@ class CachedSource:
 
     def __init__(self, source: Source, keep: Cache) -> None:
         self.source, self.keep_in = source, keep
-        self.name, self.costs, self.engine = source.name, source.costs, source.engine
+        self.name, self.costs = source.name, source.costs
         self._path: str | None = None
         self.off: str | None = None  # Why nothing is kept any more.
         self.came = self.fetched = self.damaged = 0  # Bytes, bytes, pieces.
@@ -310,10 +310,14 @@ class CachedSource:
         return _kept(self.source.beside(name), self.keep_in)
 
     @property
+    def engine(self) -> str:
+        """What reads it, with what the cache had."""
+        return f"{self.source.engine}, {human(self.came)} from the cache"
+
+    @property
     def failures(self) -> list[str]:
         """What the report notes."""
-        came, rest = human(self.came), human(self.fetched)
-        notes = [f"from the cache {self.keep_in.directory}: {came}, from the server: {rest}"]
+        notes = list[str]()
         if self.damaged:
             notes.append(f"pieces of the cache that were damaged and fetched again: {self.damaged}")
         if self.off is not None:

@@ -125,9 +125,10 @@ class TestBeside:
         self, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         files, _ = beside.find(discovery.find(whole), str(tmp_path))
-        monkeypatch.setattr(beside, "_LARGEST", 1)
+        with open(files[0].name, "a") as file:
+            file.write("more")
         monkeypatch.setattr(beside, "find", lambda *_: (files, []))
-        with pytest.raises(errors.SourceChangedError, match="grew"):
+        with pytest.raises(errors.SourceChangedError, match="changed since"):
             mfload.convert(whole, f"{tmp_path}/out/")
         assert not (tmp_path / "out").exists() or not _visible(tmp_path / "out")
 
