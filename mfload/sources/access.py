@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from mfload import errors
 from mfload.runtime import Deadline
@@ -28,6 +29,7 @@ _RETRIES = 4
 _PAGE = 1000  # Objects in an answer to a listing.
 _TOGETHER = 5000  # Objects beside a missing one whose names are compared with its own.
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_ASKED = re.compile(r"Error performing \w+ (https?://\S+) in ")
 _REDIRECTED = "redirect without LOCATION"
 _CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
 _REGION = re.compile(r"<Region>([\w-]{1,32})</Region>")
@@ -127,6 +129,9 @@ class Access:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url, self.settings, self.timeout, self.tls)
+
+    credentials = ""
+    """Where these may come from, for errors."""
 
     # -- what a kind of store says -------------------------------------------------------------
 
@@ -257,16 +262,33 @@ class Access:
                 again = True
 
     def said(self, text: str) -> Answered | None:
-        """The answer that an error of obstore quotes; None if there was none."""
+        """The answer of the store that an error of obstore quotes; None if there was none."""
         found = _STATUS.search(text)
+        if self._of_another(text):
+            return None
         if _REDIRECTED in text:
             return Answered(301)
         return Answered.of(int(found[1]), text) if found else None
 
+    def _of_another(self, text: str) -> bool:
+        """Whether an error of obstore is about another server, which it asked for credentials."""
+        asked = _ASKED.search(text)
+        return asked is not None and urlsplit(asked[1]).netloc != urlsplit(self.place("-")).netloc
+
     def unanswered(self, error: BaseException, name: str) -> errors.SourceError:
-        """The error of a store that did not answer."""
+        """The error of a store, or of what gives credentials, that did not answer."""
+        text = str(error)
+        if self._of_another(text):
+            return self.without_credentials(reason(error))
         what = f"could not read from the store: {reason(error)}"
-        return errors.ReadError(what, file=name, found=_deepest(str(error)))
+        return errors.ReadError(what, file=name, found=_deepest(text))
+
+    def without_credentials(self, found: str | None) -> errors.SourcePermissionError:
+        """The error where no credentials were found; `found`: what the last place said."""
+        what = "no credentials for the store were found"
+        return errors.SourcePermissionError(
+            what, file=self.url, expected=self.credentials, found=found
+        )
 
     def near(self, key: str) -> str:
         """`, did you mean 'x'?` with a name that lies beside a key; empty if none is near."""
