@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from mfload import errors
 from mfload.runtime import Deadline
-from mfload.sources.http import PATIENCE, STALLED
+from mfload.sources.http import PATIENCE, STALLED, TRUSTED
 from mfload.sources.tls import Tls
 
 T = TypeVar("T")
@@ -210,11 +210,12 @@ class Access:
             self._store = None
 
     def bounded(self, call: Callable[[], T], what: str) -> T:
-        """Waits for a call of obstore, for as long as its tries take at most.
+        """Waits for a call of obstore; an interrupt ends the waiting.
 
-        Raises LoadTimeoutError. An interrupt ends the waiting.
+        Raises LoadTimeoutError after `timeout`, by default `PATIENCE`.
         """
-        return Deadline(4 * self.seconds).bound(call, what, self.url, apart=True)
+        patience = PATIENCE if self.timeout is None else self.timeout
+        return Deadline(patience).bound(call, what, self.url, apart=True)
 
     # -- listings ------------------------------------------------------------------------------
 
@@ -281,7 +282,10 @@ class Access:
         if self._of_another(text):
             return self.without_credentials(reason(error))
         what = f"could not read from the store: {reason(error)}"
-        return errors.ReadError(what, file=name, found=_deepest(text))
+        found, expected = _deepest(text), None
+        if "InvalidCertificate" in text:
+            found, expected = "a certificate that can't be verified", TRUSTED
+        return errors.ReadError(what, file=name, expected=expected, found=found)
 
     def without_credentials(self, found: str | None) -> errors.SourcePermissionError:
         """The error where no credentials were found; `found`: what the last place said."""

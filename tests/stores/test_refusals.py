@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -217,7 +218,7 @@ class TestRecordedAnswers:
         (xml(400, "ExpiredToken", "k0"), errors.SourcePermissionError, "token has expired"),
         (xml(400, "InvalidToken"), errors.SourcePermissionError, "token has expired"),
         (xml(403, "InvalidObjectState"), errors.SourceError, "archived"),
-        (xml(503, "SlowDown"), errors.ReadError, "503"),
+        (xml(503, "SlowDown"), errors.ReadError, "503 SlowDown"),
         (xml(429, "TooManyRequests"), errors.ReadError, "429"),
         (xml(403, "AccessDenied", "User: u is not authorized to perform: s3:GetObjectVersion on x"),
          errors.SourcePermissionError, "s3:GetObjectVersion"),
@@ -278,6 +279,26 @@ class TestRecordedAnswers:
             with pytest.raises(errors.ReadError, match="could not read") as caught:
                 load(servers.Store("none", port), key, retry_config=quick)
             assert "refused" in told(caught).lower()
+
+    @pytest.mark.parametrize("key", [FILE, "d"])
+    def test_no_answer(self, key: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            store, begun = servers.Store("silent", silent.getsockname()[1]), time.monotonic()
+            given = mfload.Options(store=store.options, timeout=1.0)
+            with pytest.raises((errors.LoadTimeoutError, errors.ReadError)) as caught:
+                mfload.load(store.url(key), "numpy", options=given)
+            assert time.monotonic() - begun < 8
+            assert servers.BUCKET in told(caught)
+
+    @pytest.mark.parametrize("key", [FILE, "d"])
+    def test_unknown_certificates(self, certificates: Path, raw: bytes, key: str) -> None:
+        files = {f"/{servers.BUCKET}/{FILE}": raw}
+        with serving.serving(files, serving.own(certificates, "seed")) as server:
+            endpoint = server.url("")
+            quick = {"max_retries": 0}
+            with pytest.raises(errors.ReadError, match="ca_file") as caught:
+                load(servers.Store("tls", server.port), key, endpoint=endpoint, retry_config=quick)
+            assert "certificate" in told(caught).lower()
 
     def test_preconditions_that_are_ignored(
         self, served: serving.Server, recorded: servers.Store
