@@ -25,7 +25,7 @@ PathOrBytes = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 SCHEMES = {
     "http": "mfload.sources.http",
     "https": "mfload.sources.http",
-    "s3": "mfload.sources.stores",
+    **dict.fromkeys(("s3", "gs", "az", "abfs", "abfss"), "mfload.sources.stores"),
 }
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import posixpath
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,7 +18,12 @@ from mfload.sources.client import BROKEN, Answer
 from mfload.sources.http import BUSY, SAFE_NAME, BusyError, HttpSource, RequestTarget, Version
 from mfload.sources.tls import Tls
 
-ACCESS = {"s3": ("mfload.sources.s3", "S3Access")}
+_AZURE = ("mfload.sources.clouds", "AzureAccess")
+ACCESS = {
+    "s3": ("mfload.sources.s3", "S3Access"),
+    "gs": ("mfload.sources.clouds", "GoogleAccess"),
+    **dict.fromkeys(("az", "abfs", "abfss"), _AZURE),
+}
 """The module and the class of `Access` to the buckets of each scheme."""
 
 _FILES = (".safetensors", ".json", ".npz", ".npy", ".msgpack")
@@ -56,7 +62,9 @@ def _taken_apart(url: str) -> tuple[str, str]:
     scheme, _, rest = url.partition("://")
     bucket, _, key = rest.partition("/")
     parts = key.rstrip("/").split("/") if key.rstrip("/") else []
-    if not bucket or set("@?#") & set(rest):
+    # Azure's may name the account: container@account.dfs.core.windows.net.
+    named = ACCESS[scheme.lower()] is _AZURE and re.fullmatch(r"[\w$-]+@\w+(\.[\w.-]+)?", bucket)
+    if not bucket or (not named and "@" in bucket) or set("@?#") & set(key):
         what = "the URL of the store is malformed: it has a bucket and a path, and nothing else"
     elif any(part in ("", ".", "..") for part in parts) or not url.isprintable():
         what = "the path in the URL of the store has empty parts, . or .."
