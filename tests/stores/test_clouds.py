@@ -194,7 +194,7 @@ def test_a_wrong_key(cloud: Cloud, model: str) -> None:
     wrong = mfload.Options(store={**cloud.store, "account_key": "c2VjcmV0LWtleQ=="})
     for url in (model, f"{model}/model.safetensors.index.json"):
         with pytest.raises(
-            errors.SourcePermissionError, match="not take these|refuses access"
+            errors.SourcePermissionError, match=r"not take these|refuses access"
         ) as caught:
             mfload.load(url, "numpy", options=wrong)
         assert "c2VjcmV0" not in str(caught.value)
