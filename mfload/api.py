@@ -127,6 +127,7 @@ if TYPE_CHECKING:
         overwrite: bool
         progress: Progress
         timeout: float | None
+        options: Options | None
 
 
 T = TypeVar("T")
@@ -881,6 +882,7 @@ def save(
     progress: bool | Callable[[int, int], None] = False,
     timeout: float | None = None,
     background: bool = False,
+    options: Options | None = None,
 ) -> Saved | PendingSave:
     """Saves arrays as a safetensors checkpoint, all of it or nothing.
 
@@ -914,10 +916,10 @@ def save(
             saved as their arrays, typed PRNG keys as their data, shared variables once, integers of
             2 and 4 bits as 8-bit ones, with a note.
         path: A file; or a directory, which exists or ends with a slash, for a `model.safetensors`
-            in it. Missing directories are made. If it is a symbolic link, the file that it leads to
-            is replaced; a link into a content-addressed cache, such as that of Hugging Face, is
-            itself replaced by a file. A name that ends as another format's, such as `x.pt`, is
-            refused.
+            in it; or the URL of either in an object store (`s3://`, `gs://`, `az://`). Missing
+            directories are made. If it is a symbolic link, the file that it leads to is replaced; a
+            link into a content-addressed cache, such as that of Hugging Face, is itself replaced by
+            a file. A name that ends as another format's, such as `x.pt`, is refused.
         metadata: Strings for the header.
         align: The data of each file begins on a multiple of so many bytes: a power of two, at
             least 8, also as a text such as "4KiB".
@@ -941,6 +943,7 @@ def save(
             limit; a process that fails or is gone ends the save in all.
         background: Whether to return as soon as the arrays are kept in memory. A thread writes
             them, and calls a `progress` function.
+        options: How an object store is reached (`Options(store=)`).
 
     Returns:
         A `Saved`: files, bytes, seconds and notes; prints well, and has `as_dict()`. With
@@ -976,7 +979,7 @@ def save(
             seal = Seal.of(checksums)
         return *outline.by_name(arrays, metadata), seal
 
-    wishes = saving.SaveWishes(path, align, max_shard_size, overwrite, progress, timeout)
+    wishes = saving.SaveWishes(path, align, max_shard_size, overwrite, progress, timeout, options)
     if ranks := outline.processes(arrays):
         from mfload.saving import together
 

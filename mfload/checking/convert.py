@@ -102,7 +102,7 @@ def convert(
         FrameworkMissingError: Hashing needs the package xxhash, or decoding another one.
         LoadTimeoutError: The timeout passed.
     """
-    targets.resolve(target)  # None is for align.
+    targets.key_of(target)  # None is for align.
     made = layout.shard_limit(max_shard_size), layout.checked_align(align)
     wishes = RewriteWishes(
         *made, overwrite, progress, options, names=names, dtype=dtype, mapping=mapping,

@@ -37,7 +37,7 @@ from mfload.saving import layout, manifests
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import FileLayout
-from mfload.saving.publishing import SaveTarget
+from mfload.saving.publishing import SaveTarget, open_target
 from mfload.sources import PathOrBytes
 from mfload.sources.memory import MemorySource
 from mfload.trees import nested
@@ -115,7 +115,10 @@ class _Rewrite:
         in_files = not foreign and wishes.names is None and wishes.change is None
         name = _named(self.index.files) if in_files else None
         where = _own_place(self.index.files, found) if target is None else target
-        self.place = SaveTarget(where, wishes.overwrite, name, sealed=self.old is not None)
+        sealed = self.old is not None
+        self.place = open_target(
+            where, wishes.overwrite, name, sealed=sealed, options=wishes.options
+        )
         self.notes = [*self.index.notes, *notes]
         if foreign:
             self._check_dtypes()
@@ -232,7 +235,8 @@ def rewrite(
     # Sums of the source are of all its bytes, read in one go. Bytes in memory have no identity.
     in_memory = any(isinstance(each, MemorySource) for each in work.sources)
     all_at_once = in_memory or (known is not None and work.compared(known))
-    key = work.key() if wishes.resume and not all_at_once else None
+    lasting = wishes.resume and work.place.lasting and not all_at_once
+    key = work.key() if lasting else None
     waits = wishes.options is not None and wishes.options.timeout is not None
     making = work.place.drafts(work.layouts, key, how.deadline if waits else None)
     with making as drafts:

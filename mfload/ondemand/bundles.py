@@ -183,7 +183,7 @@ def _rewrite(
     progress: Progress,
     options: Options | None,
 ) -> tuple[Any, ...]:
-    targets.resolve(target)  # None is for align.
+    targets.key_of(target)  # None is for align.
     given = layout.shard_limit(max_shard_size), ALIGN, overwrite, progress, options
     return rewrite(source, target, RewriteWishes(*given, change=change, resume=True))
 

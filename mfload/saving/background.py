@@ -123,7 +123,7 @@ class Work:
     def claim(self, path: str | os.PathLike[str], timeout: float | None) -> None:
         """Waits for a pending save at the path, then becomes the pending one (see `take_turn`)."""
         deadline = Deadline(timeout)
-        self.future.path = path = targets.resolve(path).path
+        self.future.path = path = targets.key_of(path)
         while (other := _pending.setdefault(path, self)) is not self:
             other.wait(deadline)
         _raise_untold()
@@ -198,7 +198,7 @@ def take_turn(path: str | os.PathLike[str], timeout: float | None) -> None:
         TargetError: It was not over in time.
         MfloadError: The error of an earlier save in the background that was not retrieved.
     """
-    if other := _pending.get(targets.resolve(path).path):
+    if other := _pending.get(targets.key_of(path)):
         other.wait(Deadline(timeout))
     _raise_untold()
 

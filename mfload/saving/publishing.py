@@ -31,9 +31,10 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.formats import unfinished
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
+from mfload.options import Options
 from mfload.runtime import Deadline
 from mfload.saving import drafts as files, journal, layout, manifest_files, targets
 from mfload.saving.attributes import Attributes
@@ -48,6 +49,22 @@ log = logging.getLogger("mfload")
 _SHOWN = 8
 
 
+def open_target(
+    path: str | os.PathLike[str],
+    overwrite: bool,
+    stem: str | None = None,
+    *,
+    sealed: bool,
+    options: Options | None = None,
+) -> SaveTarget:
+    """Where a checkpoint is to be written: on a disk, or in an object store."""
+    if sources.is_store(path):
+        from mfload.saving.uploads import UploadedTarget
+
+        return UploadedTarget(path, overwrite, stem, sealed=sealed, options=options)
+    return SaveTarget(path, overwrite, stem, sealed=sealed)
+
+
 class SaveTarget:
     """Where a checkpoint is to be written: a file, or a `model.safetensors` in a directory.
 
@@ -55,6 +72,9 @@ class SaveTarget:
         stem: The name of the file in a directory, without its end. Default: model.
         sealed: Whether a manifest is to be published with it.
     """
+
+    lasting = True
+    """Whether drafts may be kept for the next writer."""
 
     def __init__(
         self,

@@ -15,6 +15,7 @@ import numpy as np
 from mfload import errors
 from mfload.dtypes import DType
 from mfload.errors import counted
+from mfload.options import Options
 from mfload.progress import Progress, shown
 from mfload.report import Printable, human
 from mfload.runtime import Deadline, cores, gc_paused
@@ -22,7 +23,7 @@ from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import TensorToSave, export
 from mfload.saving.layout import FileLayout
-from mfload.saving.publishing import SaveTarget, some_of
+from mfload.saving.publishing import SaveTarget, open_target, some_of
 from mfload.saving.writers import Write, Writers
 
 # Writes past the page cache wait for the disk, not for a core.
@@ -114,6 +115,7 @@ class SaveWishes(NamedTuple):
     overwrite: bool
     progress: Progress
     timeout: float | None
+    options: Options | None = None
 
 
 def begin(prepare: Prepare, wishes: SaveWishes, keep: Keep | None = None) -> Callable[[], Saved]:
@@ -126,7 +128,8 @@ def begin(prepare: Prepare, wishes: SaveWishes, keep: Keep | None = None) -> Cal
     deadline = None if timeout is None else Deadline(timeout)
     arrays, metadata, seal = prepare()
     limit, align = layout.shard_limit(wishes.max_shard_size), layout.checked_align(wishes.align)
-    target = SaveTarget(wishes.path, wishes.overwrite, sealed=seal is not None)
+    sealed = seal is not None
+    target = open_target(wishes.path, wishes.overwrite, sealed=sealed, options=wishes.options)
     with gc_paused():
         given = export(arrays)
         layouts = [layout.lay_out(each, metadata, align) for each in layout.split(given, limit)]

@@ -138,6 +138,11 @@ def mode_at(path: str, what: str) -> int | None:
     return None
 
 
+def key_of(path: str | os.PathLike[str]) -> str:
+    """What tells a target from others: its path, or its URL; raises as `resolve`."""
+    return path if sources.is_store(path) else resolve(path).path
+
+
 def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
     """Takes apart what a user gave; a directory stands for a file of that name in it."""
     try:
@@ -150,8 +155,8 @@ def resolve(path: str | os.PathLike[str], stem: str = "model") -> Location:
         raise errors.UsageError("not a path", expected="save(arrays, path)", found=found)
     if "://" in given:
         raise errors.UsageError(
-            "cannot save to a URL",
-            expected="a path of the local file system",
+            "cannot save to a URL of that kind, or by several processes",
+            expected="a path of the local file system; s3://, gs:// or az:// by one process",
             found=redacted(given),
         )
     name = os.path.basename(given)

@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 PathOrBytes = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 """A path, a URL, bytes in memory, or a source."""
 
+_STORES = "mfload.sources.stores"
 SCHEMES = {
     "http": "mfload.sources.http",
     "https": "mfload.sources.http",
-    **dict.fromkeys(("s3", "gs", "az", "abfs", "abfss"), "mfload.sources.stores"),
+    **dict.fromkeys(("s3", "gs", "az", "abfs", "abfss"), _STORES),
 }
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 
@@ -117,6 +118,11 @@ def is_source(where: object) -> TypeGuard[Source]:
 def is_directory(where: object) -> TypeGuard[Directory]:
     """Whether it is a `Directory` already."""
     return hasattr(where, "below")
+
+
+def is_store(where: object) -> TypeGuard[str]:
+    """Whether it is the URL of an object store, to which can be saved."""
+    return is_url(where) and SCHEMES.get(where.partition("://")[0].lower()) == _STORES
 
 
 def is_url(where: object) -> TypeGuard[str]:

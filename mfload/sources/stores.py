@@ -43,11 +43,7 @@ def open_url(url: str, options: LoadOptions) -> HttpSource | StoreDirectory:
         FrameworkMissingError: obstore is not installed.
         SourceError: There is nothing at the URL, or the store refuses to list it.
     """
-    place, key = _taken_apart(url)
-    tls = Tls(options.cert_file, options.key_file, options.ca_file)
-    module, name = ACCESS[place.partition("://")[0]]
-    make: type[Access] = getattr(importlib.import_module(module), name)
-    access = make(place, options.store or (), options.timeout, tls)
+    access, key = access_to(url, options)
     if key.endswith(_FILES):
         return StoreSource(access, key)
     key = key.rstrip("/")
@@ -55,6 +51,15 @@ def open_url(url: str, options: LoadOptions) -> HttpSource | StoreDirectory:
     if not found.entries:
         return _single(access, key, url)
     return found
+
+
+def access_to(url: str, options: LoadOptions) -> tuple[Access, str]:
+    """The bucket of a URL, and the key in it; raises UsageError for a malformed URL."""
+    place, key = _taken_apart(url)
+    tls = Tls(options.cert_file, options.key_file, options.ca_file)
+    module, name = ACCESS[place.partition("://")[0]]
+    make: type[Access] = getattr(importlib.import_module(module), name)
+    return make(place, options.store or (), options.timeout, tls), key
 
 
 def _taken_apart(url: str) -> tuple[str, str]:

@@ -1,0 +1,221 @@
+"""Saving to an object store: written on the local disk first, then uploaded.
+
+A store has no renames and no locks. What decides which checkpoint is there is one object: the
+index, or the single file. It comes last, and only if it is still what was seen before, so a reader
+finds the old checkpoint or the new one, and of two writers one fails. Shards have a mark of the
+save in their names, so that none that another writer made changes, or is taken for one of these.
+
+A single file of several parts has no such condition: of two writers of one, the last wins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import posixpath
+import secrets
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any, TypeVar
+
+from mfload import errors
+from mfload.formats.discovery import SUFFIX, read_index
+from mfload.options import LoadOptions, Options, started
+from mfload.runtime import Deadline
+from mfload.saving.drafts import Draft
+from mfload.saving.layout import FileLayout
+from mfload.saving.publishing import SaveTarget
+from mfload.saving.targets import Location
+from mfload.sources import stores
+from mfload.sources.access import obstore, reason
+
+T = TypeVar("T")
+
+_PART = 16 << 20  # Bytes of a part; a store takes 10,000 of them.
+_PARTS_OF = 2048  # A larger file has larger parts: so many, at most.
+_TOGETHER = 4  # Parts under way at once.
+
+
+class UploadedTarget(SaveTarget):
+    """A checkpoint in a store (see `SaveTarget`), which is made in a temporary directory.
+
+    A URL without the end of a file's name is a directory. The local disk has to hold the
+    checkpoint until it is uploaded; TMPDIR says where.
+
+    Raises:
+        TargetExistsError: A checkpoint is there, and may not be replaced.
+        TargetError: The store refuses to say what is there.
+    """
+
+    lasting = False
+
+    def __init__(
+        self,
+        url: str,
+        overwrite: bool,
+        stem: str | None,
+        *,
+        sealed: bool,
+        options: Options | None,
+    ) -> None:
+        how = options if isinstance(options, LoadOptions) else started(options)
+        self._access, key = stores.access_to(url, how)
+        whole = not key.endswith(SUFFIX)
+        self._prefix = key.rstrip("/") if whole else posixpath.dirname(key)
+        local = tempfile.mkdtemp(prefix="mfload-")
+        self._clean_up = weakref.finalize(self, shutil.rmtree, local, ignore_errors=True)
+        name = "" if whole else posixpath.basename(key)
+        super().__init__(os.path.join(local, name), False, stem, sealed=sealed)
+        self.path = self._url(self.place.name)
+        self._may_replace = overwrite
+        self._there = self._listed()
+        place = self.place
+        deciding = [name for name in (place.name, place.index) if name in self._there]
+        if deciding and not overwrite:
+            what = "a checkpoint exists already; overwrite=True replaces it"
+            raise errors.TargetExistsError(what, file=self._url(deciding[0]))
+        self._old = self._shards() if place.index in self._there else set[str]()
+        self.place = _Marked(place.directory, place.name, whole=place.whole)
+
+    def _key(self, name: str) -> str:
+        return posixpath.join(self._prefix, name)
+
+    def _url(self, name: str) -> str:
+        return f"{self._access.url}/{self._key(name)}"
+
+    def _listed(self) -> dict[str, str | None]:
+        """The objects beside each other at the target, and the version of each."""
+        try:
+            _, objects = self._access.level(self._prefix)
+        except errors.SourceError as error:
+            what = f"can't list what is at the target: {error.message}"
+            raise errors.TargetError(
+                what, file=error.file, expected=error.expected, found=error.found
+            ) from None
+        return {posixpath.basename(each.key): each.validator for each in objects}
+
+    def _shards(self) -> set[str]:
+        """Files of the old checkpoint that its index names."""
+        index = stores.StoreSource(self._access, self._key(self.place.index))
+        return {*read_index(index)["weight_map"].values()} & self._there.keys()
+
+    @contextmanager
+    def drafts(
+        self,
+        layouts: Sequence[FileLayout],
+        key: str | None = None,
+        deadline: Deadline | None = None,
+    ) -> Generator[list[Draft]]:
+        """Makes local drafts; all that is local is gone at the end (see `SaveTarget.drafts`)."""
+        try:
+            with super().drafts(layouts, None, deadline) as drafts:
+                yield drafts
+        finally:
+            self._clean_up()
+
+    def publish(
+        self, drafts: Sequence[Draft], layouts: Sequence[FileLayout], manifest: bytes | None = None
+    ) -> tuple[list[str], list[str]]:
+        """Uploads all files, the one that decides last (see `SaveTarget.publish`)."""
+        files, notes = super().publish(drafts, layouts, manifest)
+        front = os.path.join(self.place.directory, "")
+        names = [path.removeprefix(front) for path in files]
+        self._upload([each for each in os.listdir(front) if each[0] != "."], names[-1])
+        gone = {*self._old, self.place.name, self.place.index} & self._there.keys() - {*names}
+        if manifest is None:
+            gone |= {self.place.manifest} & self._there.keys()
+        left = [name for name in sorted(gone) if not self._removed(name)]
+        if gone:
+            notes.append(
+                f"removed of the old checkpoint: {', '.join(map(self._url, sorted(gone)))}"
+            )
+        if left:
+            notes.append(f"could not be removed, and belong to nothing: {', '.join(left)}")
+        return list(map(self._url, names)), [each.replace(front, self._url("")) for each in notes]
+
+    def _upload(self, names: Sequence[str], last: str) -> None:
+        new: list[str] = []
+        try:
+            for name in sorted({*names} - {last}):
+                if name not in self._there:
+                    new.append(name)
+                self._send(name, None if self._may_replace or name in new else "create")
+            self._send(last, "replace" if last in self._there else "create")
+        except BaseException:
+            for name in new:
+                self._removed(name)
+            raise
+
+    def _send(self, name: str, mode: str | None) -> None:
+        """Uploads a file; a small one only if nothing, or the old one, has its name."""
+        path, key = os.path.join(self.place.directory, name), self._key(name)
+        size = os.path.getsize(path)
+        store, url = self._access.store, self._url(name)
+        if size <= _PART:
+            with open(path, "rb") as file:
+                data = file.read()
+            given: Any = {"mode": "create"} if mode == "create" else {}
+            if mode == "replace" and (version := self._there[name]):
+                given = {"mode": {"e_tag": version}}
+            self._do(lambda: obstore().put(store, key, data, use_multipart=False, **given), url)
+            return
+        if mode == "create" and name in self._listed():  # Parts have no conditions.
+            raise self._taken(url)
+        self._do(lambda: self._send_parts(path, key, size), url)
+
+    def _send_parts(self, path: str, key: str, size: int) -> None:
+        part = max(_PART, -(-size // _PARTS_OF))
+        how = {"buffer_size": part, "max_concurrency": _TOGETHER}
+        # An error within aborts it.
+        with open(path, "rb") as file, obstore().open_writer(self._access.store, key, **how) as out:
+            while data := file.read(part):
+                out.write(data)
+
+    def _removed(self, name: str) -> bool:
+        with contextlib.suppress(errors.MfloadError):
+            self._do(lambda: obstore().delete(self._access.store, self._key(name)), name)
+            return True
+        return False
+
+    def _taken(self, url: str) -> errors.TargetExistsError:
+        what = "another writer saved there meanwhile; overwrite=True replaces what is there now"
+        return errors.TargetExistsError(what, file=url)
+
+    def _do(self, call: Callable[[], T], url: str) -> T:
+        """Calls obstore; its errors become typed ones."""
+        kinds = obstore().exceptions
+        try:
+            return call()
+        except errors.MfloadError:
+            raise
+        except (kinds.AlreadyExistsError, kinds.PreconditionError):
+            raise self._taken(url) from None
+        except (kinds.BaseError, OSError, ValueError, RuntimeError) as error:
+            said = self._access.said(str(error))
+            if said is None:
+                what = f"could not write to the store: {reason(error)}"
+                raise errors.WriteError(what, file=url) from None
+            if said.status in (409, 412):
+                raise self._taken(url) from None
+            found = self._access.refused(said, None, url)
+            denied = said.status in (401, 403)
+            expected = "the right to write there" if denied else found.expected
+            what = f"the store refuses to write: {found.message}"
+            raise errors.TargetError(what, file=url, expected=expected, found=found.found) from None
+
+
+class _Marked(Location):
+    """A place whose shards have names that no other save gives."""
+
+    def shards(self, count: int) -> list[str]:
+        """Names of so many shards."""
+        names, stem = super().shards(count), self.stem
+        return [f"{stem}-{self._mark}{name.removeprefix(stem)}" for name in names]
+
+    @cached_property
+    def _mark(self) -> str:
+        return secrets.token_hex(4)

@@ -1,0 +1,243 @@
+"""Saving, converting and bundling to object stores."""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import servers
+
+import mfload
+from mfload import errors
+from mfload.saving import uploads
+
+ARRAYS = {
+    f"l.{n}.w": np.random.default_rng(n).standard_normal((128, 256), np.float32) for n in range(4)
+}
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture(params=["moto", "weed"])
+def bucket(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> servers.Store:
+    store = request.getfixturevalue(request.param)
+    for name, value in store.environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    return store
+
+
+@pytest.fixture
+def url(bucket: servers.Store, request: pytest.FixtureRequest) -> str:
+    return bucket.url(f"saved/{abs(hash(request.node.name))}")
+
+
+def listed(bucket: servers.Store, url: str) -> list[str]:
+    import obstore
+
+    prefix = url.removeprefix(bucket.url())
+    pages = obstore.list(bucket.client(), prefix)
+    return sorted(each["path"].removeprefix(f"{prefix}/") for page in pages for each in page)
+
+
+def uploads_under_way(bucket: servers.Store) -> int:
+    import boto3
+
+    s3 = boto3.client(
+        "s3", endpoint_url=bucket.endpoint, aws_access_key_id=servers.KEY,
+        aws_secret_access_key=servers.SECRET, region_name="us-east-1",
+    )  # fmt: skip
+    try:
+        return len(s3.list_multipart_uploads(Bucket=servers.BUCKET).get("Uploads", []))
+    finally:
+        s3.close()
+
+
+def check(loaded: Any, factor: int = 1) -> None:
+    assert {*loaded} == {*ARRAYS}
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(loaded[name], factor * array)
+
+
+def test_one_file(bucket: servers.Store, url: str, tmp_path: Path) -> None:
+    place = f"{url}/m.safetensors"
+    done = mfload.save(ARRAYS, place, checksums=True)
+    assert done.files == (place,)
+    assert f"checksums written to {url}/m.safetensors.checksums.json" in done.notes
+    check(mfload.load(place, "numpy"))
+    assert mfload.verify(place).ok
+    with pytest.raises(errors.TargetExistsError, match="overwrite=True"):
+        mfload.save(ARRAYS, place)
+    done = mfload.save({name: 2 * each for name, each in ARRAYS.items()}, place, overwrite=True)
+    check(mfload.load(place, "numpy"), 2)
+    assert listed(bucket, url) == ["m.safetensors"]  # The old manifest is gone.
+    assert os.listdir(tmp_path) == []
+
+
+def test_shards_and_what_replaces_them(bucket: servers.Store, url: str) -> None:
+    """The new shards have other names, so that a reader of the old ones sees none of them."""
+    mfload.save(ARRAYS, url, max_shard_size="150kB")
+    first = listed(bucket, url)
+    assert INDEX in first
+    assert len(first) == 5
+    check(mfload.load(url, "numpy"))
+    seen: list[list[str]] = []
+    put = uploads.UploadedTarget._send  # pyright: ignore[reportPrivateUsage]
+
+    def watched(self: Any, name: str, mode: str | None) -> None:
+        put(self, name, mode)
+        if name != INDEX:
+            check(mfload.load(url, "numpy"))
+        seen.append(listed(bucket, url))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uploads.UploadedTarget, "_send", watched)
+        twice = {name: 2 * each for name, each in ARRAYS.items()}
+        mfload.save(twice, url, max_shard_size="150kB", overwrite=True)
+    check(mfload.load(url, "numpy"), 2)
+    second = listed(bucket, url)
+    assert len(second) == 5
+    assert {*first} & {*second} == {INDEX}
+    assert all({*first} <= {*each} for each in seen)
+    mfload.save(ARRAYS, url, overwrite=True)  # One file in place of them.
+    assert listed(bucket, url) == ["model.safetensors"]
+    check(mfload.load(url, "numpy"))
+    mfload.save(twice, url, max_shard_size="150kB", overwrite=True)
+    assert "model.safetensors" not in listed(bucket, url)
+    check(mfload.load(url, "numpy"), 2)
+
+
+def test_converting_brings_what_lies_beside(
+    bucket: servers.Store, url: str, tmp_path: Path
+) -> None:
+    (tmp_path / "m").mkdir()
+    mfload.save(ARRAYS, tmp_path / "m", max_shard_size="300kB", checksums=True)
+    (tmp_path / "m" / "config.json").write_text("{}")
+    done = mfload.convert(tmp_path / "m", url)
+    assert all(each.startswith(url) for each in done.files)
+    check(mfload.load(url, "numpy"))
+    assert "config.json" in listed(bucket, url)
+    mfload.convert(url, f"{url}/again/one.safetensors", dtype="float16")
+    assert mfload.load(f"{url}/again/one.safetensors", "numpy")["l.0.w"].dtype == np.float16
+
+
+def test_large_files_go_in_parts(
+    bucket: servers.Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_PART", 5 << 20)
+    large = {"w": np.random.default_rng(0).integers(0, 255, 33 << 20, np.uint8)}
+    mfload.save(large, f"{url}/m.safetensors")
+    np.testing.assert_array_equal(mfload.load(f"{url}/m.safetensors", "numpy")["w"], large["w"])
+    assert uploads_under_way(bucket) == 0
+
+
+class _Breaks(io.FileIO):
+    """A file whose reads fail after some."""
+
+    left = 4
+    kind: type[BaseException] = OSError
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        _Breaks.left -= 1
+        if _Breaks.left < 0:
+            raise self.kind("broken")
+        return super().read(-1 if size is None else size)
+
+
+@pytest.mark.parametrize(
+    ("kind", "raised"),
+    [(KeyboardInterrupt, KeyboardInterrupt), (OSError, errors.WriteError)],
+)
+def test_what_breaks_off_leaves_nothing(
+    bucket: servers.Store,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    kind: type[BaseException],
+    raised: type[BaseException],
+) -> None:
+    """The second shard breaks off within its parts."""
+    monkeypatch.setattr(uploads, "_PART", 5 << 20)
+    monkeypatch.setattr(_Breaks, "left", 7)
+    monkeypatch.setattr(_Breaks, "kind", kind)
+    monkeypatch.setattr(uploads, "open", lambda path, _mode: _Breaks(path), raising=False)
+    large = {n: np.zeros(20 << 20, np.uint8) for n in ("a", "b")}
+    with pytest.raises(raised):
+        mfload.save(large, url, max_shard_size="20MiB")
+    monkeypatch.undo()
+    assert listed(bucket, url) == []
+    assert uploads_under_way(bucket) == 0
+    assert [each for each in os.listdir(tmp_path) if each.startswith("mfload-")] == []
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_of_two_writers_one_wins(bucket: servers.Store, url: str, overwrite: bool) -> None:
+    """Both saw the same before; the one whose condition fails says so."""
+    if overwrite:
+        mfload.save(ARRAYS, url, max_shard_size="150kB")
+    both, won, lost = threading.Barrier(2), list[int](), list[BaseException]()
+    upload = uploads.UploadedTarget._upload  # pyright: ignore[reportPrivateUsage]
+
+    def together(self: Any, *given: Any) -> None:
+        both.wait(30)
+        upload(self, *given)
+
+    def save(factor: int) -> None:
+        try:
+            made = {name: factor * each for name, each in ARRAYS.items()}
+            mfload.save(made, url, max_shard_size="150kB", overwrite=overwrite)
+            won.append(factor)
+        except errors.TargetExistsError as error:
+            lost.append(error)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(uploads.UploadedTarget, "_upload", together)
+        threads = [threading.Thread(target=save, args=(n,)) for n in (2, 3)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert len(won) + len(lost) == 2
+    assert won
+    assert lost or overwrite
+    if len(won) == 1:
+        check(mfload.load(url, "numpy"), won[0])
+
+
+def test_refusals(bucket: servers.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(errors.TargetError, match="'none' does not exist"):
+        mfload.save(ARRAYS, "s3://none/m.safetensors")
+    with pytest.raises(errors.UsageError, match="cannot save to a URL of that kind"):
+        mfload.save(ARRAYS, "https://host/m.safetensors")
+    with pytest.raises(errors.UsageError, match="the URL of the store is malformed"):
+        mfload.save(ARRAYS, "s3://a@b/m.safetensors")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "another")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret")
+    if bucket.kind == "weed":
+        with pytest.raises(errors.TargetError, match=r"can't list|refuses") as caught:
+            mfload.save(ARRAYS, bucket.url("x/m.safetensors"))
+        assert "wrong-secret" not in str(caught.value)
+
+
+def test_in_the_background(bucket: servers.Store, url: str) -> None:
+    pending = mfload.save(ARRAYS, f"{url}/m.safetensors", background=True)
+    assert pending.result(60).files == (f"{url}/m.safetensors",)
+    check(mfload.load(f"{url}/m.safetensors", "numpy"))
+    del bucket
+
+
+def test_settings_by_options(
+    bucket: servers.Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in bucket.environment:
+        monkeypatch.delenv(name)
+    how = mfload.Options(store=bucket.options)
+    mfload.save(ARRAYS, f"{url}/m.safetensors", options=how)
+    check(mfload.load(f"{url}/m.safetensors", "numpy", options=how))
