@@ -77,8 +77,9 @@ class Options:
         key_file: Its key. Default: in `cert_file`.
         peer: How `peer://` is read.
         store: Settings of the object store of `s3://`, `gs://`, `az://`: names and values as the
-            package obstore takes them, such as `{"endpoint": "https://…", "region": "eu-west-1"}`.
-            Never shown. Default: what the environment, profiles and the machine's identity say.
+            package obstore takes them, such as `{"endpoint": "https://…", "region": "eu-west-1"}`;
+            and `profile`, one of AWS. Never shown. Default: what the environment, profiles and the
+            machine's identity say.
         cache: A directory that keeps what is read of files behind URLs, for the next load and for
             other processes (see `docs/how-to/cache.md`).
         cache_size: Bytes that it may keep; what was used longest ago goes. Default: a tenth of its

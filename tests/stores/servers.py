@@ -6,6 +6,7 @@ The fixtures are in `conftest.py`. A server that is not installed is skipped wit
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -112,7 +113,7 @@ def started(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [*command], cwd=directory, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-            env={**os.environ, **environment}, start_new_session=True,
+            env={**os.environ, **environment}, start_new_session=True, preexec_fn=_with_us,
         )  # fmt: skip
         try:
             _wait(process, ready, log)
@@ -121,6 +122,11 @@ def started(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # Some are a script around the server.
             process.wait()
+
+
+def _with_us() -> None:
+    """Has the kernel end this process with the one that started it, however that ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _wait(process: subprocess.Popen[bytes], ready: Callable[[], object], log: Path) -> None:
