@@ -167,7 +167,9 @@ def find(
                 return CheckpointFiles([], name=sources.shown(path), directory=reader)
         place: Any = _located(path, options)
         if sources.is_directory(place):
-            return _of_names(place, place.names())
+            found = _of_names(place, place.names())
+            found.notes += getattr(place, "notes", ())  # Of a store: where it lies.
+            return found
         if not isinstance(place, str):
             name = place.name
             if name.partition("?")[0].endswith(".json"):

@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 PathOrBytes = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 """A path, a URL, bytes in memory, or a source."""
 
-SCHEMES = {"http": "mfload.sources.http", "https": "mfload.sources.http"}
+SCHEMES = {
+    "http": "mfload.sources.http",
+    "https": "mfload.sources.http",
+    "hf": "mfload.sources.hub",
+}
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 
 CHECKPOINTS = {"peer": "mfload.peer.checkpoint"}
@@ -57,8 +61,7 @@ def place(where: PathOrBytes | Directory, options: LoadOptions | None = None) ->
             return local_file(os.fspath(where))
         scheme = where.partition("://")[0].lower()
         if scheme not in SCHEMES:
-            name = "/".join(where.partition("://")[2].split("/")[:2])
-            how = {"hf": f"run `hf download {name}` first", "file": "give the path alone"}
+            how = {"file": "give the path alone"}
             raise errors.SourceNotFoundError(
                 f"mfload reads no {scheme}:// URLs: {how.get(scheme, 'download it first')}",
                 file=redacted(where),

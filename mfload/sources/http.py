@@ -438,7 +438,7 @@ class HttpHandle(ClosedAtEnd):
                 self._refuse(answer, opening)
             yield answer
 
-    def _found(self, span: str) -> Answer:
+    def _found(self, span: str | None) -> Answer:
         """The answer from where redirects lead to."""
         source, target, followed = self._source, self._source.target, 0
         while True:
