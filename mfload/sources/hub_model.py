@@ -29,7 +29,7 @@ _OTHERS = {
     "kernels": "a kernel",
     "buckets": "a bucket",
 }
-_REPOSITORY = r"(?P<id>[\w.-]+(?:/[\w.-]+)?)"
+_REPOSITORY = r"(?P<id>(?>[\w.-]+(?:/[\w.-]+)?))"
 # References of the hub have slashes; those of other revisions are percent-encoded.
 _URL = re.compile(
     rf"{_REPOSITORY}(?:@(?P<revision>refs/(?:pr|convert)/\w+|[^/@?#]+))?(?:/(?P<path>.*))?"
@@ -121,12 +121,11 @@ class Model:
     def headers(self) -> tuple[tuple[str, str], ...]:
         """What the hub is sent: the headers that were given, and the token of this machine."""
         given = {name.title(): value for name, value in self.given[0]}
-        if "Authorization" not in given:
-            from huggingface_hub.utils import build_hf_headers
+        if "Authorization" not in given and not surroundings().HF_HUB_DISABLE_IMPLICIT_TOKEN:
+            from huggingface_hub import get_token
 
-            made: dict[str, str] = build_hf_headers()
-            if "authorization" in made:
-                given["Authorization"] = made["authorization"]
+            if token := get_token():
+                given["Authorization"] = f"Bearer {token}"
         return tuple(given.items())
 
     @property
@@ -253,9 +252,13 @@ class Model:
 
     def _near(self) -> str:
         """Models with a name like it, if the hub's search tells any."""
-        said = self._asked_once(f"?search={quote(self.asked.id.split('/')[-1], safe='')}&limit=50")
-        known = [each.get("id") for each in said or () if isinstance(each, dict)]
-        return _close(self.asked.id, [each for each in known if isinstance(each, str)])
+        owner, _, name = self.asked.id.rpartition("/")
+        known: list[str] = []
+        for query in ([f"author={quote(owner)}"] if owner else []) + [f"search={quote(name)}"]:
+            said = self._asked_once(f"?{query}&limit=200")
+            rows = said if isinstance(said, list) else []
+            known += [str(each["id"]) for each in rows if isinstance(each, dict) and "id" in each]
+        return _close(self.asked.id, known)
 
     def _revisions(self) -> list[str]:
         said = self._asked_once(f"/{self.asked.id}/refs")

@@ -76,11 +76,15 @@ class Hub:
             return _refuse(handler, 401, None, "Invalid credentials in Authorization header")
         parts = [unquote(each) for each in path.strip("/").split("/")]
         if parts[:2] == ["api", "models"] and len(parts) == 2:
-            wanted = parse_qs(handler.query)["search"][0].lower()
-            found = [{"id": name} for name in self.repositories if wanted[:4] in name.lower()]
-            return _say(handler, found)
+            asked = parse_qs(handler.query)
+            owner, wanted = (asked.get(each, [""])[0].lower() for each in ("author", "search"))
+            known = [each for each in self.repositories if each.lower().startswith(owner)]
+            return _say(handler, [{"id": each} for each in known if wanted in each.lower()])
+        if parts[0] == "api" and parts[1] != "models":
+            handler.plain(404)
+            return True
         rest = parts[2:] if parts[0] == "api" else parts
-        verbs = {"revision", "refs", "resolve"}
+        verbs = {"revision", "refs", "resolve", "tree"}
         at = next((n for n, each in enumerate(rest) if each in verbs), len(rest))
         name, verb, rest = "/".join(rest[:at]), "".join(rest[at : at + 1]), rest[at + 1 :]
         if name in self.renamed:
@@ -93,10 +97,13 @@ class Hub:
         if verb == "refs":
             refs = [{"name": each, "targetCommit": sha} for each, sha in repository.refs.items()]
             return _say(handler, {"branches": refs, "tags": [], "converts": []})
-        commit = repository.resolved(rest[0])
+        commit = repository.resolved(rest[0] if rest else "main")
         if commit is None:
             return _refuse(handler, 404, "RevisionNotFound", f"Invalid rev id: {rest[0]}")
-        if verb == "revision":
+        if verb == "tree":
+            rows = self._listing(name, repository, commit)["siblings"]
+            return _say(handler, [_entry(row) for row in rows])
+        if verb in ("", "revision"):
             return _say(handler, self._listing(name, repository, commit))
         if repository.gated:
             text = f"Access to model {name} is restricted. You must be authenticated."
@@ -120,7 +127,9 @@ class Hub:
         if len(raw) < self.plain:
             self.web.files[handler.path] = raw
             etag = f'"{hashlib.sha1(raw).hexdigest()}"'
-            if raw:
+            if handler.command == "HEAD":
+                handler.head(200, ETag=etag, X_Repo_Commit=commit)
+            elif raw:
                 handler.wfile.write(handler.head(ETag=etag, X_Repo_Commit=commit))
             else:
                 handler.plain(416, Content_Range="bytes */0", ETag=etag)
@@ -138,6 +147,14 @@ class Hub:
             return False
         handler.plain(403)
         return True
+
+
+def _entry(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a listing as a row of a tree."""
+    made = {"type": "file", "path": row["rfilename"], "size": row["size"], "oid": row["blobId"]}
+    if "lfs" in row:
+        made["lfs"] = row["lfs"] | {"oid": row["lfs"]["sha256"]}
+    return made
 
 
 def _hash(raw: bytes) -> str:
