@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -445,6 +446,11 @@ class TestHubErrors:
         assert "does not accept the token: log in with `hf auth login`" in said
         assert "hf_wrong" not in said
 
+    def test_a_token_without_a_model(self, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        hub.web.always = serving.refuse(401, X_Error_Code="RepoNotFound")
+        assert "has no model org/name, or the token" in refused(f"hf://{NAME}")
+
     def test_a_hub_that_refuses_all_is_not_asked_forever(self, hub: Hub) -> None:
         hub.web.always = serving.refuse(401)
         refused(f"hf://{NAME}")
@@ -627,6 +633,27 @@ class TestHubCache:
         with pytest.raises(errors.SourceNotFoundError) as caught:
             load()
         assert "HF_HUB_OFFLINE=1 loads that one" in "".join(caught.value.__notes__)
+
+    def test_a_hub_that_hangs_is_waited_for_once(
+        self, hub: Hub, single: dict[str, bytes], alone: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hub_server.cache(alone, NAME, hub.push(NAME, single), single)
+        monkeypatch.setattr(constants, "HF_HUB_ETAG_TIMEOUT", 0.1)
+        monkeypatch.setattr(http, "STALLED", 20.0)
+        ended = threading.Event()
+        hub.web.always = lambda _: ended.wait(20)
+        start = time.monotonic()
+        samples.assert_same(load(), ONE)
+        assert time.monotonic() - start < 10
+        ended.set()
+
+    def test_a_folder_that_the_cache_does_not_have(
+        self, hub: Hub, single: dict[str, bytes], alone: Path
+    ) -> None:
+        hub_server.cache(alone, NAME, hub.push(NAME, single), single)
+        hub.web.always = serving.reset
+        said = refused(f"hf://{NAME}/folder", errors.ReadError)
+        assert "could not read from the server" in said
 
     def test_a_cache_that_cannot_be_listed(
         self, hub: Hub, single: dict[str, bytes], alone: Path
