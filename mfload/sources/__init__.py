@@ -26,6 +26,7 @@ SCHEMES = {
     "http": "mfload.sources.http",
     "https": "mfload.sources.http",
     "hf": "mfload.sources.hub",
+    "s3": "mfload.sources.stores",
 }
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 
