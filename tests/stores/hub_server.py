@@ -79,7 +79,7 @@ class Hub:
             asked = parse_qs(handler.query)
             owner, wanted = (asked.get(each, [""])[0].lower() for each in ("author", "search"))
             known = [each for each in self.repositories if each.lower().startswith(owner)]
-            return _say(handler, [{"id": each} for each in known if wanted in each.lower()])
+            return say(handler, [{"id": each} for each in known if wanted in each.lower()])
         if parts[0] == "api" and parts[1] != "models":
             handler.plain(404)
             return True
@@ -96,15 +96,15 @@ class Hub:
             return _refuse(handler, 404 if known else 401, "RepoNotFound", "Repository not found")
         if verb == "refs":
             refs = [{"name": each, "targetCommit": sha} for each, sha in repository.refs.items()]
-            return _say(handler, {"branches": refs, "tags": [], "converts": []})
+            return say(handler, {"branches": refs, "tags": [], "converts": []})
         commit = repository.resolved(rest[0] if rest else "main")
         if commit is None:
             return _refuse(handler, 404, "RevisionNotFound", f"Invalid rev id: {rest[0]}")
         if verb == "tree":
             rows = self._listing(name, repository, commit)["siblings"]
-            return _say(handler, [_entry(row) for row in rows])
+            return say(handler, [_entry(row) for row in rows])
         if verb in ("", "revision"):
-            return _say(handler, self._listing(name, repository, commit))
+            return say(handler, self._listing(name, repository, commit))
         if repository.gated:
             text = f"Access to model {name} is restricted. You must be authenticated."
             return _refuse(handler, 403 if known else 401, "GatedRepo", text)
@@ -161,7 +161,8 @@ def _hash(raw: bytes) -> str:
     return hashlib.sha256(raw).hexdigest()
 
 
-def _say(handler: Any, what: Any) -> bool:
+def say(handler: Any, what: Any) -> bool:
+    """Answers with JSON."""
     raw = json.dumps(what).encode()
     handler.send_response(200)
     handler.send_header("Content-Type", "application/json")
@@ -178,9 +179,9 @@ def _refuse(handler: Any, status: int, code: str | None, text: str, **more: str)
 
 
 @contextlib.contextmanager
-def hub() -> Iterator[Hub]:
-    """An empty hub while it lasts."""
-    with serving.serving({}) as web, serving.serving({}) as store:
+def hub(tls: dict[str, Any] | None = None) -> Iterator[Hub]:
+    """An empty hub while it lasts; over TLS with what `serving.own` gives."""
+    with serving.serving({}, tls) as web, serving.serving({}, tls) as store:
         made = Hub({}, web, store)
 
         def answer(handler: Any) -> bool:

@@ -356,6 +356,50 @@ class TestHubFaults:
             assert {each.authorization for each in asked.asked} == {f"Bearer {TOKEN}"}
         assert {each.authorization for each in hub.web.asked} == {None}
 
+    def test_a_mirror_that_answers_in_chunks(
+        self, hub: Hub, single: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commit = hub.push(NAME, single)
+        place = f"/{NAME}/resolve/{commit}/model.safetensors"
+        lacks = serving.answer(Content_Range=None)
+
+        def answer(handler: Any) -> bool:
+            return handler.path != place and hub_server.say(handler, {"sha": commit})
+
+        files = {place: single["model.safetensors"]}
+        with serving.serving(files, chunked=True, always=answer) as mirror:
+            monkeypatch.setattr(constants, "ENDPOINT", mirror.url(""))
+            samples.assert_same(load(f"hf://{NAME}/model.safetensors"), ONE)
+            mirror.always = lambda each: answer(each) or lacks(each)
+            said = refused(f"hf://{NAME}/model.safetensors", errors.ReadError)
+            assert "no Content-Range" in said
+
+    def test_private_authorities(
+        self, single: dict[str, bytes], certificates: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with hub_server.hub(serving.own(certificates, "seed")) as secured:
+            monkeypatch.setattr(constants, "ENDPOINT", secured.endpoint)
+            secured.push(NAME, single)
+            samples.assert_same(load(ca_file=certificates / "ca.pem"), ONE)
+            assert "certificate" in refused(f"hf://{NAME}", errors.ReadError)
+
+    def test_a_load_ends_in_time(self, hub: Hub) -> None:
+        ended = threading.Event()
+        hub.web.always = lambda _: ended.wait(10)
+        with pytest.raises(errors.LoadTimeoutError):
+            load(timeout=0.1)
+        ended.set()
+
+    def test_a_fork_has_connections_of_its_own(self, hub: Hub, single: dict[str, bytes]) -> None:
+        hub.push(NAME, single)
+        with mfload.open(f"hf://{NAME}") as opened:
+            opened.get_tensor("b")
+            child = os.fork()
+            if child == 0:
+                os._exit(0 if np.array_equal(opened.get_tensor("w"), ONE["w"]) else 1)
+            assert np.array_equal(opened.get_tensor("w"), ONE["w"])
+            assert os.waitpid(child, 0)[1] == 0
+
     def test_the_first_error_does_not_hang(
         self, hub: Hub, single: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
     ) -> None:
