@@ -172,13 +172,11 @@ class HubDirectory(NamedTuple):
 
     def names(self) -> list[str]:
         """Names of the files and folders in it, in order."""
-        front = self._front
-        below = (path[len(front) :] for path in self.model.files if path.startswith(front))
-        return sorted({path.partition("/")[0] for path in below})
+        return sorted(self.model.folders.get(self.path, ()))
 
     def is_directory(self, name: str) -> bool:
         """Whether a folder has the name."""
-        return any(path.startswith(f"{self._front}{name}/") for path in self.model.files)
+        return self._front + name in self.model.folders
 
     def is_file(self, name: str) -> bool:
         """Whether a file has the name."""

@@ -133,6 +133,17 @@ class Model:
         """Its address in a browser."""
         return f"{self.endpoint}/{self.asked.id}"
 
+    @cached_property
+    def folders(self) -> dict[str, set[str]]:
+        """The names in each folder, by its path; "" is that of the model."""
+        found: dict[str, set[str]] = {"": set()}
+        for path in self.files:
+            while path:
+                folder, _, name = path.rpartition("/")
+                found.setdefault(folder, set()).add(name)
+                path = folder
+        return found
+
     def name(self, path: str) -> str:
         """The URL of a path in it, in the words of the caller."""
         return f"{self.asked.name}/{path}".rstrip("/")
@@ -201,7 +212,7 @@ class Model:
 
     def missing(self, path: str) -> errors.SourceNotFoundError:
         """The error of a file or folder that the commit does not have."""
-        what = f"the model has no such file{_close(path, [*self.files])}"
+        what = f"the model has no such file or folder{_close(path, [*self.files])}"
         found = f"commit {self.commit[:12]} of {self.asked.id}"
         return errors.SourceNotFoundError(what, file=self.name(path), found=found)
 
@@ -253,24 +264,25 @@ class Model:
     def _near(self) -> str:
         """Models with a name like it, if the hub's search tells any."""
         owner, _, name = self.asked.id.rpartition("/")
-        known: list[str] = []
-        for query in ([f"author={quote(owner)}"] if owner else []) + [f"search={quote(name)}"]:
-            said = self._asked_once(f"?{query}&limit=200")
-            rows = said if isinstance(said, list) else []
-            known += [str(each["id"]) for each in rows if isinstance(each, dict) and "id" in each]
-        return _close(self.asked.id, known)
+        queries = ([f"author={quote(owner)}"] if owner else []) + [f"search={quote(name)}"]
+        found = [_texts(self._asked_once(f"?{each}&limit=200"), "id") for each in queries]
+        return _close(self.asked.id, [name for names in found for name in names])
 
     def _revisions(self) -> list[str]:
         said = self._asked_once(f"/{self.asked.id}/refs")
-        if not isinstance(said, dict):
-            return []
-        both = [*(said.get("branches") or ()), *(said.get("tags") or ())]
-        return [str(each["name"]) for each in both if isinstance(each, dict) and "name" in each]
+        kinds = ("branches", "tags") if isinstance(said, dict) else ()
+        return [name for kind in kinds for name in _texts(said.get(kind), "name")]
 
     def _asked_once(self, path: str) -> Any:
         """What the API says, for the words of an error."""
         with suppress(errors.MfloadError):
             return self.ask(path, explains=False)
+
+
+def _texts(rows: Any, key: str) -> list[str]:
+    """A column of an answer of the API."""
+    rows = rows if isinstance(rows, list) else []
+    return [str(each[key]) for each in rows if isinstance(each, dict) and key in each]
 
 
 def _close(name: str, known: Collection[str]) -> str:
@@ -286,6 +298,8 @@ class HubSource(HttpSource):
 
     `address`: that of an answer of the API instead.
     """
+
+    netrc = False
 
     def __init__(
         self, model: Model, path: str, version: Version | None = None, address: str | None = None

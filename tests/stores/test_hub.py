@@ -507,7 +507,7 @@ class TestHubErrors:
         assert "no revision v1.1" in said
         assert "expected: main, v1.0" in said
         assert "close names: model.safetensors" in refused(f"hf://{NAME}/modle.safetensors")
-        assert "no such file" in refused(f"hf://{NAME}/folder")
+        assert "no such file or folder" in refused(f"hf://{NAME}/folder")
         assert f"hf://{NAME}@{'0' * 40}" in refused(f"hf://{NAME}@{'0' * 40}")
 
     def test_a_missing_shard(self, hub: Hub, sharded: dict[str, bytes]) -> None:
@@ -515,6 +515,30 @@ class TestHubErrors:
         hub.push(NAME, sharded)
         said = refused(f"hf://{NAME}", errors.ShardNotFoundError)
         assert f"{PARTS[1]!r} is named by the index and does not exist" in said
+
+    @pytest.mark.parametrize("said", [7, "x", {}, [7], {"branches": 7, "tags": [7]}])
+    def test_strange_answers_to_what_an_error_asks(self, hub: Hub, said: Any) -> None:
+        def answer(handler: Any) -> bool:
+            codes = {f"/api/models/{NAME}/revision/main": "RevisionNotFound"}
+            if code := codes.get(handler.path) or ("xyz" in handler.path and "RepoNotFound"):
+                handler.plain(404, X_Error_Code=code)
+                return True
+            return hub_server.say(handler, said)
+
+        hub.web.always = answer
+        assert "has no revision main" in refused(f"hf://{NAME}")
+        assert "has no model xyz/a" in refused("hf://xyz/a")
+
+    def test_credentials_of_other_tools_are_not_sent(
+        self, hub: Hub, single: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        path = tmp_path / "netrc"
+        path.write_text(f"machine 127.0.0.1 login me password {TOKEN}")
+        path.chmod(0o600)
+        monkeypatch.setenv("NETRC", os.fspath(path))
+        hub.push(NAME, single)
+        samples.assert_same(load(f"hf://{NAME}/model.safetensors"), ONE)
+        assert {each.authorization for each in hub.web.asked} == {None}
 
     def test_forbidden(self, hub: Hub, single: dict[str, bytes]) -> None:
         hub.push(NAME, single)
