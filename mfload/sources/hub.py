@@ -122,11 +122,17 @@ def _lacks(snapshot: str, path: str, model: Model | None = None) -> list[str]:
         names.update(_named(os.path.join(mine, index)))
     lacking: list[str] = []
     for at in sorted(posixpath.normpath(posixpath.join(folder, name)) for name in names):
-        file, entry = os.path.join(snapshot, at), None if model is None else model.files.get(at)
-        size = None if entry is None else entry.size
-        if not os.path.isfile(file) or size not in (None, os.path.getsize(file)):
+        entry, size = model and model.files.get(at), _size(os.path.join(snapshot, at))
+        if size is None or (entry and entry.size not in (None, size)):
             lacking.append(at)
     return lacking
+
+
+def _size(path: str) -> int | None:
+    """Bytes of a file; None if there is none, or not any more."""
+    with suppress(OSError):
+        return os.path.getsize(path) if os.path.isfile(path) else None
+    return None
 
 
 def _named(index: str) -> list[str]:
