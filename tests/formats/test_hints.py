@@ -210,7 +210,7 @@ def test_close_names_are_suggested(tmp_path: Path) -> None:
 
 def test_paths_that_are_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "URLs: download it first" in _missing("s3://bucket/x")
+    assert "URLs: download it first" in _missing("ftp://host/x")
     assert _missing("").endswith("; the path is empty")
     for path in ("*.safetensors", "model-0000?-of-00002.safetensors", "[ab]/"):
         assert _missing(path).endswith("give the directory, or sorted(glob.glob(pattern))")

@@ -96,8 +96,8 @@ CASES: dict[str, Case] = {
         _load("org/model-7B"), errors.SourceNotFoundError, ("hf://org/model-7B",)),
     "Hub id without an owner": (
         _load("gpt2"), errors.SourceNotFoundError, ("hf://gpt2",)),
-    "object store": (
-        _load("s3://bucket/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
+    "URL of another scheme": (
+        _load("ftp://host/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
     "URL of the Hub": (
         _load("hf://datasets/org/x"), errors.UsageError, ("this is a dataset",)),
     "config in place of the model": (
