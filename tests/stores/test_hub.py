@@ -131,7 +131,20 @@ class TestHubCalls:
         assert "close names: sub dir/x/model-00001-of-00002" in refused(
             "hf://gpt2@main/subdir/x/model-00001-of-00002.safetensors"
         )
-        assert "look in hf://gpt2/sub dir" not in refused("hf://gpt2@main/sub dir")
+        assert "look in hf://gpt2@main/sub dir/x" in refused("hf://gpt2@main/sub dir")
+
+    def test_what_a_directory_tells(self, hub: Hub, single: dict[str, bytes]) -> None:
+        hub.push(NAME, single | {"step/d/0": b"12", "step/manifest": b"3"})
+        top: Any = mfload.sources.place(f"hf://{NAME}", mfload.options.LoadOptions())
+        assert top.names() == [".gitattributes", "config.json", "model.safetensors", "step"]
+        assert [top.is_directory(each) for each in ("step", "step/d", "config.json")] == [1, 1, 0]
+        assert [top.is_file(each) for each in ("step/d/0", "step", "x")] == [1, 0, 0]
+        step = top.at("step")
+        assert (step.name, step.names()) == (f"hf://{NAME}/step", ["d", "manifest"])
+        assert [*step.walk()] == [("d/0", 2), ("manifest", 1)]
+        assert (step.above[0].name, step.above[1], top.above) == (top.name, "step", None)
+        assert step.below("d").at("0").read(0, 2) == step.file("d/0").read(0, 2) == b"12"
+        assert len(hub.requests("/api/")) == 1
 
     def test_open_slices_and_pickles(self, hub: Hub, sharded: dict[str, bytes]) -> None:
         hub.push(NAME, sharded)
