@@ -20,6 +20,7 @@ EXTRAS = {
     "cli": ("typer>=0.15.4", "tqdm>=4.60"),
     "verify": ("xxhash>=3.4",),
     "peer": ("xxhash>=3.4",),
+    "hub": ("huggingface_hub>=1.0",),
     "orbax": ("zstandard>=0.22",),
     "bench": ("matplotlib>=3.8",),
     "plot": ("matplotlib>=3.8",),

@@ -41,13 +41,13 @@ _RENAMED = {
     "verbose": "report",
 }
 _SHARDED = "use mesh= and shardings=, or shardings=[(regex, dim)] with shard=(rank, size)"
-_DOWNLOADED = "mfload downloads nothing: run `hf download` first, and give the path"
+_OF_HUB = "a model of the Hugging Face Hub is loaded by its URL: 'hf://org/name@revision'"
 _INSTEAD = {
-    "cache_dir": _DOWNLOADED,
+    "cache_dir": "set HF_HUB_CACHE in the environment",
     "mmap": "use options=mfload.Options(engine='mmap')",
     "num_workers": "use options=mfload.Options(threads=…)",
-    "repo_id": _DOWNLOADED,
-    "revision": _DOWNLOADED,
+    "repo_id": _OF_HUB,
+    "revision": _OF_HUB,
     "tensor_parallel": _SHARDED,
     "tensor_parallel_size": _SHARDED,
     "token": "use options=mfload.Options(headers={'Authorization': 'Bearer …'})",

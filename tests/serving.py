@@ -90,6 +90,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         return body
 
+    def do_HEAD(self) -> None:  # Only for what answers without a body, or looks at `command`.
+        self.do_GET()
+
     def do_GET(self) -> None:
         served = self.served
         self.path, _, query = self.path.partition("?")

@@ -65,7 +65,10 @@ KEYWORDS = {
     "torch_dtype": ("F16", ", did you mean dtype=?"),
     "weights_only": (True, ": leave it out, mfload unpickles nothing"),
     "tensor_parallel": (2, ": use mesh= and shardings=, or"),
-    "revision": ("main", ": mfload downloads nothing: run `hf download` first"),
+    "revision": (
+        "main",
+        ": a model of the Hugging Face Hub is loaded by its URL: 'hf://org/name@revision'",
+    ),
     "token": ("hf_x", "mfload.Options(headers={'Authorization': 'Bearer …'})"),
     "mmap": (True, ": use options=mfload.Options(engine='mmap')"),
     "checksums": (True, ", did you mean verify=?"),

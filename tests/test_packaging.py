@@ -163,6 +163,7 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
         "verify",
         "peer",
         "orbax",
+        "hub",
         "plot",
         "stores",
     }

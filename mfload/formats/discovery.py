@@ -171,6 +171,7 @@ def find(
         if sources.is_directory(place):
             found = _of_names(place, place.names())
             found.place = place
+            found.notes += getattr(place, "notes", ())  # Of a store: where it lies.
             return found
         if not isinstance(place, str):
             name = place.name

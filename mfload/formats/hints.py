@@ -148,7 +148,7 @@ def _near(path: str, asked: str) -> str:
     if close:
         return f"; close names: {', '.join(map(errors.printable, close))}"
     if _HUB_ID.fullmatch(asked) and not os.path.isdir(os.path.dirname(asked)):
-        return f"; if this is a model of the Hugging Face Hub, run `hf download {asked}` first"
+        return f"; a model of the Hugging Face Hub is loaded by 'hf://{asked}'"
     return ""
 
 

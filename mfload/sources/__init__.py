@@ -26,6 +26,7 @@ _STORES = "mfload.sources.stores"
 SCHEMES = {
     "http": "mfload.sources.http",
     "https": "mfload.sources.http",
+    "hf": "mfload.sources.hub",
     **dict.fromkeys(("s3", "gs", "az", "abfs", "abfss"), _STORES),
 }
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
@@ -62,8 +63,7 @@ def place(where: PathOrBytes | Directory, options: LoadOptions | None = None) ->
             return local_file(os.fspath(where))
         scheme = where.partition("://")[0].lower()
         if scheme not in SCHEMES:
-            name = "/".join(where.partition("://")[2].split("/")[:2])
-            how = {"hf": f"run `hf download {name}` first", "file": "give the path alone"}
+            how = {"file": "give the path alone"}
             raise errors.SourceNotFoundError(
                 f"mfload reads no {scheme}:// URLs: {how.get(scheme, 'download it first')}",
                 file=redacted(where),

@@ -466,7 +466,7 @@ class HttpHandle(ClosedAtEnd):
                 self._refuse(answer, opening)
             yield answer
 
-    def _found(self, span: str) -> Answer:
+    def _found(self, span: str | None) -> Answer:
         """The answer from where redirects lead to."""
         source, target, followed, again = self._source, self._source.target, 0, False
         while True:

@@ -210,15 +210,14 @@ def test_close_names_are_suggested(tmp_path: Path) -> None:
 
 def test_paths_that_are_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "URLs: download it first" in _missing("s3://bucket/x")
-    assert "URLs: run `hf download org/model` first" in _missing("hf://org/model/x.safetensors")
+    assert "URLs: download it first" in _missing("ftp://host/x")
     assert _missing("").endswith("; the path is empty")
     for path in ("*.safetensors", "model-0000?-of-00002.safetensors", "[ab]/"):
         assert _missing(path).endswith("give the directory, or sorted(glob.glob(pattern))")
     assert "os.path.expanduser" in _missing("~/model.safetensors")
-    assert "run `hf download org/model` first" in _missing("org/model")
+    assert "is loaded by 'hf://org/model'" in _missing("org/model")
     for path in ("a/b/c", "org", "./org/model.safetensors", "org/"):
-        assert "hf download" not in _missing(path)
+        assert "hf://" not in _missing(path)
     link = tmp_path / "model.safetensors"
     link.symlink_to("blobs/\x1b[31mgone")
     assert _missing(link).endswith(r"it is a link to blobs/\x1b[31mgone, which does not exist")

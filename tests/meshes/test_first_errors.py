@@ -93,13 +93,13 @@ CASES: dict[str, Case] = {
     "home directory": (
         _load("~/model.safetensors"), errors.SourceNotFoundError, ("os.path.expanduser",)),
     "Hub id": (
-        _load("org/model-7B"), errors.SourceNotFoundError, ("hf download org/model-7B",)),
+        _load("org/model-7B"), errors.SourceNotFoundError, ("hf://org/model-7B",)),
     "Hub id without an owner": (
-        _load("gpt2"), errors.SourceNotFoundError, ("hf download gpt2",)),
-    "object store": (
-        _load("s3://bucket/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
+        _load("gpt2"), errors.SourceNotFoundError, ("hf://gpt2",)),
+    "URL of another scheme": (
+        _load("ftp://host/model.safetensors"), errors.SourceNotFoundError, ("download it first",)),
     "URL of the Hub": (
-        _load("hf://org/model"), errors.SourceNotFoundError, ("`hf download org/model` first",)),
+        _load("hf://datasets/org/x"), errors.UsageError, ("this is a dataset",)),
     "config in place of the model": (
         _load("config.json"), errors.HeaderError, ("give the directory of the checkpoint",)),
     "PyTorch file": (
