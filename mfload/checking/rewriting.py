@@ -37,7 +37,8 @@ from mfload.saving import layout, manifests
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.journal import Journal
 from mfload.saving.layout import FileLayout
-from mfload.saving.publishing import SaveTarget, open_target
+from mfload.saving.publishing import SaveTarget
+from mfload.saving.save import open_target
 from mfload.sources import PathOrBytes
 from mfload.sources.memory import MemorySource
 from mfload.trees import nested

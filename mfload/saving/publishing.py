@@ -31,10 +31,9 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from mfload import errors, sources
+from mfload import errors
 from mfload.formats import unfinished
 from mfload.formats.discovery import INDEX_SUFFIX, SUFFIX
-from mfload.options import Options
 from mfload.runtime import Deadline
 from mfload.saving import drafts as files, journal, layout, manifest_files, targets
 from mfload.saving.attributes import Attributes
@@ -47,22 +46,6 @@ from mfload.sources.local import place_of
 log = logging.getLogger("mfload")
 
 _SHOWN = 8
-
-
-def open_target(
-    path: str | os.PathLike[str],
-    overwrite: bool,
-    stem: str | None = None,
-    *,
-    sealed: bool,
-    options: Options | None = None,
-) -> SaveTarget:
-    """Where a checkpoint is to be written: on a disk, or in an object store."""
-    if sources.is_store(path):
-        from mfload.saving.uploads import UploadedTarget
-
-        return UploadedTarget(path, overwrite, stem, sealed=sealed, options=options)
-    return SaveTarget(path, overwrite, stem, sealed=sealed)
 
 
 class SaveTarget:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.dtypes import DType
 from mfload.errors import counted
 from mfload.options import Options
@@ -23,7 +23,7 @@ from mfload.saving import layout
 from mfload.saving.drafts import BLOCK, Draft
 from mfload.saving.export import TensorToSave, export
 from mfload.saving.layout import FileLayout
-from mfload.saving.publishing import SaveTarget, open_target, some_of
+from mfload.saving.publishing import SaveTarget, some_of
 from mfload.saving.writers import Write, Writers
 
 # Writes past the page cache wait for the disk, not for a core.
@@ -104,6 +104,22 @@ class Sealing(Protocol):
     def manifest(self, drafts: Sequence[Draft], layouts: Sequence[FileLayout]) -> bytes | None:
         """Reads synced drafts back; returns their manifest, raises WriteError if they differ."""
         ...
+
+
+def open_target(
+    path: str | os.PathLike[str],
+    overwrite: bool,
+    stem: str | None = None,
+    *,
+    sealed: bool,
+    options: Options | None = None,
+) -> SaveTarget:
+    """Where a checkpoint is to be written: on a disk, or in an object store."""
+    if sources.is_store(path):
+        from mfload.saving.uploads import UploadedTarget
+
+        return UploadedTarget(path, overwrite, stem, sealed=sealed, options=options)
+    return SaveTarget(path, overwrite, stem, sealed=sealed)
 
 
 class SaveWishes(NamedTuple):
