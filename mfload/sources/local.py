@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.runtime import in_forks
-from mfload.sources.base import ClosedAtEnd, Costs, Identity, shrunk
+from mfload.sources.base import CACHED, ClosedAtEnd, Costs, Identity, shrunk
 
 if TYPE_CHECKING:  # Loads import it when they see a file that lies on no block device.
     from mfload.sources.network import Disk
@@ -104,8 +104,6 @@ class LocalFile:
     """
 
     engine = "pread"
-    cached_costs = Costs(row_gap=4 << 10)
-    """What reading costs whose bytes lie in the page cache."""
 
     def __init__(
         self, path: str | os.PathLike[str], identity: Identity | None = None, now: bool = True
@@ -133,7 +131,7 @@ class LocalFile:
     def costs(self) -> Costs:
         """What reading it costs."""
         disk = self.disk
-        return self.cached_costs if disk is None else disk.costs
+        return CACHED if disk is None else disk.costs
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("identity", "size"):
