@@ -142,8 +142,9 @@ class _Server:
         self._nodes = {given.root: _ROOT}
         self._answers = {
             LOOKUP: self._look_up,
-            GETATTR: lambda node, body: struct.pack("<QII", self._given.valid, 0, 0)
-            + self._attributes(self._paths[node]),
+            GETATTR: lambda node, body: (
+                struct.pack("<QII", self._given.valid, 0, 0) + self._attributes(self._paths[node])
+            ),
             OPEN: self._open,
             OPENDIR: lambda node, body: struct.pack("<QII", 0, 0, 0),
             READ: self._read,
