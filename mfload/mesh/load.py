@@ -30,7 +30,7 @@ from mfload.planning.request import HOST, Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
-from mfload.runtime import Deadline, gc_paused
+from mfload.runtime import Deadline, gc_paused, local_processes
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:  # Only loads of several processes import them.
@@ -399,7 +399,7 @@ def exchanged(
         return None, ""
     why = "exchange='once'"
     if not asked:
-        reading = max(map(_READ.__getitem__, lying or [_lying(sources)]))
+        reading = _reading(lying or [_lying(sources)], len(requests))
         moved, known = price(backend, reading, by_host=by_host)
         # Of rows in the page cache only what is wanted is touched, but a device gets whole blocks.
         rows = reading > 1 or backend.platform() != "cpu"
@@ -462,12 +462,30 @@ def told_where(
 
 
 def _lying(sources: Sequence[Source]) -> str:
-    """Where sources lie: on a "disk" of the network, a "server", or "held" on devices."""
+    """Where sources lie: on a "disk" of the network, a "server", or "held" on devices.
+
+    The disk comes with what is alike for processes that share what their machine caches of it.
+    """
     if held_on_devices(sources):
         return "held"
     waited = [source for source in sources if source.costs.concurrency is not None]
-    disks = (getattr(source, "disk", None) is not None for source in waited)
-    return "" if not waited else "disk" if all(disks) else "server"
+    disks = [disk for source in waited if (disk := getattr(source, "disk", None)) is not None]
+    if len(disks) < len(waited) or not disks:
+        return "server" if waited else ""
+    return " ".join(["disk", *sorted({disk.place for disk in disks})])
+
+
+def _reading(lying: Collection[str], processes: int) -> float:
+    """What a byte of the sources costs, in bytes read from the page cache.
+
+    What one process has read of a network disk is there for the others of its machine.
+    """
+    kinds = {each.partition(" ")[0] for each in lying}
+    # Where each has told, or all are known to run here.
+    together = len(lying) == processes or local_processes() >= processes
+    if together and kinds == {"disk"} and len({*lying}) == 1:
+        return _READ[""]
+    return max(map(_READ.__getitem__, kinds))
 
 
 def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:

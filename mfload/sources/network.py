@@ -12,12 +12,14 @@ import struct
 import time
 from typing import NamedTuple
 
+from mfload.runtime import local_processes
 from mfload.sources.base import Costs
 
 # One reader gets a request or two at a time: at 2 ms a request and 128 KiB, which is as far as the
 # kernel reads ahead, 115 MB/s; 8 readers get 530, 16 and 32 get 680 (a FUSE, 12 in its queue). A
 # wait is worth the bytes that come meanwhile.
-_COSTS = Costs(block=4 << 20, merge_gap=512 << 10, staged=4 << 20, span=8 << 20, concurrency=16)
+_COSTS = Costs(block=4 << 20, merge_gap=512 << 10, staged=4 << 20, span=8 << 20)
+_READERS, _FEWEST = 16, 4  # Of all processes of this machine; of one, at least.
 # Types of mounts, and whether O_DIRECT is as good there as on a disk. Elsewhere it may be refused,
 # come in small requests, or pass by a cache that the server of the mount keeps.
 _KINDS = {
@@ -44,11 +46,13 @@ class Disk(NamedTuple):
     Attributes:
         name: Its type, as the kernel shows it: "nfs4", "fuse.gcsfuse".
         direct: Whether O_DIRECT is as good there as on a disk of this machine.
+        place: What is alike for processes that share what this machine caches of it.
     """
 
     name: str
     direct: bool
     costs: Costs
+    place: str = ""
 
 
 def disk(device: int | None, path: str) -> Disk | None:
@@ -64,7 +68,7 @@ def disk(device: int | None, path: str) -> Disk | None:
 
 
 @functools.lru_cache(64)
-def _device(directory: str, _: int) -> int:
+def _device(directory: str, now: int) -> int:
     try:
         return os.stat(directory or ".").st_dev
     except (OSError, ValueError):
@@ -72,7 +76,7 @@ def _device(directory: str, _: int) -> int:
 
 
 @functools.lru_cache(64)
-def _mounted(device: int, _: int) -> Disk | None:
+def _mounted(device: int, now: int) -> Disk | None:
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
         with open(_MOUNTS, encoding="utf-8", errors="replace") as lines:
@@ -80,10 +84,19 @@ def _mounted(device: int, _: int) -> Disk | None:
                 # "36 35 0:39 /root /where options - type source options" (proc_pid_mountinfo(5)).
                 before, _, after = line.partition(" - ")
                 if before.split(" ", 3)[2] == number:
-                    return kind(after.partition(" ")[0])
+                    found = kind(after.partition(" ")[0])
+                    return found and found._replace(place=f"{_machine()}/{number}")
     except (OSError, IndexError):
         pass
     return None
+
+
+def _machine() -> str:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return os.uname().nodename
 
 
 def kind(name: str) -> Disk | None:
@@ -91,7 +104,10 @@ def kind(name: str) -> Disk | None:
     if name in _LOCAL:
         return None
     direct = _KINDS.get("fuse" if name.startswith("fuse.") else name)
-    return None if direct is None else Disk(name, direct, _COSTS)
+    if direct is None:
+        return None
+    readers = max(_FEWEST, _READERS // local_processes())
+    return Disk(name, direct, _COSTS._replace(concurrency=readers))
 
 
 def status(path: str) -> tuple[int, int, int, int]:
