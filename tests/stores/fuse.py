@@ -26,17 +26,16 @@ from typing import Any, NoReturn
 LOOKUP, FORGET, GETATTR, OPEN, READ, STATFS, RELEASE = 1, 2, 3, 14, 15, 17, 18
 FLUSH, INIT, OPENDIR, READDIR, RELEASEDIR, INTERRUPT, DESTROY = 25, 26, 27, 28, 29, 36, 38
 BATCH_FORGET = 42
-_KINDS = {LOOKUP: "LOOKUP", GETATTR: "GETATTR", OPEN: "OPEN", READ: "READ"}
 _ASYNC_READ, _PARALLEL_DIRECTORIES, _MAX_PAGES = 1 << 0, 1 << 18, 1 << 22
-_DIRECT_IO, _KEEP_CACHE = 1, 2
+_KEEP_CACHE = 2
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MNT_DETACH = 1, 2, 4, 2
 _IN, _OUT, _READ_IN = struct.Struct("<IIQQIIII"), struct.Struct("<IiQ"), struct.Struct("<QQI")
 _ATTRIBUTES = struct.Struct("<QQQQQQIIIIIIIIII")
 # Shared numbers, 8 bytes each: settings that the parent makes, then what the server counts.
-DELAY, ERROR, ERRORS, ON = range(4)
-_COUNTED = 4
+DELAY, ERROR, ERRORS, ON, FORGOTTEN, OPENED = range(6)
+_COUNTED = 6
 _BYTES = 64
-_DIRECT, _ROOT, _THREADS = 1, 1, 48
+_ROOT, _THREADS = 1, 48
 
 
 class Numbers:
@@ -106,6 +105,10 @@ class SlowDisk:
         """Has the next requests of a kind fail with an error number."""
         self._numbers[ERROR], self._numbers[ON], self._numbers[ERRORS] = number, on, times
 
+    def forget(self) -> None:
+        """Has READs of files that are open now fail with ESTALE, until they are opened again."""
+        self._numbers[FORGOTTEN] = self._numbers[OPENED]
+
     @property
     def failing(self) -> int:
         """How many requests are still to fail."""
@@ -139,7 +142,7 @@ class _Server:
     def __init__(self, given: argparse.Namespace, fuse: int) -> None:
         self._fuse, self._given, self._numbers = fuse, given, Numbers(given.memory)
         self._lock, self._paths = threading.Lock(), {_ROOT: given.root}
-        self._nodes = {given.root: _ROOT}
+        self._nodes, self._open_files = {given.root: _ROOT}, dict[int, int]()
         self._answers = {
             LOOKUP: self._look_up,
             GETATTR: lambda node, body: (
@@ -219,17 +222,23 @@ class _Server:
 
     def _open(self, node: int, body: bytes) -> bytes:
         fd = os.open(self._paths[node], os.O_RDONLY)
-        return struct.pack("<QII", fd, _KEEP_CACHE if self._given.keeps else 0, 0)
+        with self._lock:
+            self._numbers[OPENED] += 1
+            number = self._numbers[OPENED]
+            self._open_files[number] = fd
+        return struct.pack("<QII", number, _KEEP_CACHE if self._given.keeps else 0, 0)
 
     def _read(self, node: int, body: bytes) -> bytes:
-        fd, offset, size = _READ_IN.unpack_from(body)
-        data = os.pread(fd, size, offset)
+        number, offset, size = _READ_IN.unpack_from(body)
+        if number <= self._numbers[FORGOTTEN]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        data = os.pread(self._open_files[number], size, offset)
         with self._lock:
             self._numbers[_COUNTED + _BYTES] += len(data)
         return data
 
     def _release(self, node: int, body: bytes) -> bytes:
-        os.close(struct.unpack_from("<Q", body)[0])
+        os.close(self._open_files.pop(struct.unpack_from("<Q", body)[0]))
         return b""
 
     def _list(self, node: int, body: bytes) -> bytes:
