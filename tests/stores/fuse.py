@@ -247,7 +247,8 @@ class _Server:
         names = [".", "..", *sorted(os.listdir(self._paths[node]))]
         for n, name in enumerate(names[offset:], offset + 1):
             raw = os.fsencode(name)
-            entry = struct.pack("<QQII", n, n, len(raw), 0) + raw
+            kind = stat.S_IFMT(os.stat(os.path.join(self._paths[node], name)).st_mode) >> 12
+            entry = struct.pack("<QQII", n, n, len(raw), kind) + raw
             entry += bytes(-len(entry) % 8)
             if len(made) + len(entry) > size:
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pickle
 import time
@@ -235,6 +236,28 @@ class TestLoads:
         mfload.load(path, "numpy")
         one_by_one = 0.02 * (disk.count() - requests)
         assert time.perf_counter() - began < one_by_one / 1.5
+
+    @pytest.mark.parametrize("index", [True, False])
+    def test_headers_are_asked_for_at_once(
+        self, mount: Mounter, tmp_path: Path, largest: int, index: bool
+    ) -> None:
+        names = [f"model-{n:05}-of-00016.safetensors" for n in range(1, 17)]
+        for n, name in enumerate(names):
+            samples.save(tmp_path / "stored" / name, {f"{n}.w": samples.numbers((64,))})
+        if index:
+            placed = {f"{n}.w": name for n, name in enumerate(names)}
+            text = json.dumps({"metadata": {}, "weight_map": placed})
+            (tmp_path / "stored" / "model.safetensors.index.json").write_text(text)
+        disk = mount(largest=largest, valid=60)
+        assert sources.find(tmp_path / "disk" / names[0]).costs.concurrency == 16
+        os.listdir(tmp_path / "disk")
+        disk.delay(0.02)
+        began, kinds = time.perf_counter(), (fuse.LOOKUP, fuse.OPEN, fuse.READ)
+        asked = sum(map(disk.count, kinds))
+        with mfload.open(tmp_path / "disk", "numpy") as opened:
+            assert len(opened.keys()) == 16
+        took, asked = time.perf_counter() - began, sum(map(disk.count, kinds)) - asked
+        assert took < 0.02 * asked / 1.5
 
     def test_slices_and_lazy_tensors(self, mount: Mounter, tmp_path: Path, largest: int) -> None:
         expected = stored(tmp_path)
