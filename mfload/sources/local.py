@@ -305,7 +305,10 @@ class _Kept(OpenFile):
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if self.fd >= 0:
-            close(self.fd)
+            try:  # noqa: SIM105 - at exit names of the module are gone
+                close(self.fd)
+            except OSError:  # A network disk that is gone.
+                pass
 
 
 class AtOnce(ClosedAtEnd):
