@@ -90,6 +90,7 @@ class SlowDisk:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=(memory,),
+            start_new_session=True,  # A Ctrl-C or a kill of the tests still unmounts.
         )
         os.close(memory)
         assert self._server.stdout is not None
