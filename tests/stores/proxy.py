@@ -269,7 +269,10 @@ def midway(call: Callable[[], object], at: int = 0) -> Fault:
 
 async def _read_head(reader: asyncio.StreamReader) -> tuple[str, dict[str, str]]:
     """The first line, and the headers by their names as they came."""
-    text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    start = await reader.readexactly(1)
+    if not start.isalpha():
+        raise ConnectionError("this is TLS")
+    text = (start + await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     first, *lines = text[:-4].split("\r\n")
     return first, {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
 
