@@ -41,7 +41,7 @@ def open_url(url: str, options: LoadOptions) -> HttpSource | StoreDirectory:
     tls = Tls(options.cert_file, options.key_file, options.ca_file)
     module, name = ACCESS[place.partition("://")[0]]
     make: type[Access] = getattr(importlib.import_module(module), name)
-    access = make(place, options.store or (), options.timeout, tls)
+    access = make(place, options.store or (), options.timeout, tls, options.max_bandwidth)
     if key.endswith(_FILES):
         return StoreSource(access, key)
     key = key.rstrip("/")
@@ -95,7 +95,8 @@ class StoreSource(HttpSource):
     netrc = False
 
     def __init__(self, access: Access, key: str, version: Version | None = None) -> None:
-        super().__init__(access.place(key), (), access.timeout, access.tls, version)
+        given = (), access.timeout, access.tls, version, access.rate
+        super().__init__(access.place(key), *given)
         self.access, self.key, self.name = access, key, f"{access.url}/{key}"
         self._given = (access, key)
         # What requests are sent as, until when, and with which credentials.
