@@ -527,12 +527,7 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
 
 def _ask_ahead(files: Collection[str | Source]) -> None:
     """Sends the first requests to servers at once; a failure is met again where it is handled."""
-
-    def ask(source: Any) -> None:
-        with suppress(errors.SourceError):
-            source.ask_ahead() if hasattr(source, "ask_ahead") else source.identity
-
-    sources.together(ask, (each for each in files if not isinstance(each, str)))
+    sources.ask_ahead(each for each in files if not isinstance(each, str))
 
 
 def _compare_index(seen: Headers, placed: dict[str, str]) -> None:

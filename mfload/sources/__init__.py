@@ -169,6 +169,16 @@ def together(call: Callable[[Source], object], given: Iterable[Source]) -> None:
         at_once(call, waiting, waiting[0].costs.concurrency or 1)
 
 
+def ask_ahead(given: Iterable[Source]) -> None:
+    """Sends the first requests to servers at once; a failure is met again where it is handled."""
+
+    def ask(source: Any) -> None:
+        with suppress(errors.SourceError):
+            source.ask_ahead() if hasattr(source, "ask_ahead") else source.identity
+
+    together(ask, given)
+
+
 def at_once(call: Callable[[Any], object], given: Iterable[Any], threads: int) -> None:
     """Calls a function for each of several things, in threads; raises the first error."""
     waiting = deque(given)

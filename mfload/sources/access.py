@@ -135,6 +135,11 @@ class Access:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.url, self.settings, self.timeout, self.tls, self.rate)
 
+    @property
+    def atomic(self) -> bool:
+        """Whether an answer is of one version of an object to its end."""
+        return True
+
     # -- what a kind of store says -------------------------------------------------------------
 
     def make(self, settings: dict[str, Any]) -> Any:

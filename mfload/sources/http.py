@@ -167,6 +167,9 @@ class HttpSource:
     """
 
     file, engine, costs = None, "http", COSTS
+    atomic = False
+    """Whether each answer is of one version to its end, even if the file is replaced meanwhile."""
+
     netrc = True  # Whether credentials may come from there.
 
     def __init__(
@@ -289,18 +292,21 @@ class HttpSource:
 
         Every answer does, before its bytes: only one that takes a while may end in another.
         """
-        if self.unchecked:
-            self.unchecked = False
-            with self.open() as opened:
-                opened.fill(deque([memoryview(bytearray(1))]), 0, 1)
+        if self.unchecked and not self.atomic:
+            self._check()
+
+    def _check(self) -> None:
+        self.unchecked = False
+        with self.open() as opened:
+            opened.fill(deque([memoryview(bytearray(1))]), 0, 1)
 
     def check_now(self) -> None:
         """Raises SourceChangedError if the URL leads to another version by now; sends a request.
 
         For a file that was read, such as an index, while files that belong to it are read.
         """
-        self.target, self.unchecked = self.first, True
-        self.check()
+        self.target = self.first
+        self._check()
 
     def beside(self, name: str) -> HttpSource:
         """The file of that name in the same directory or below; the query stays the same."""

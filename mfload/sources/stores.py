@@ -99,6 +99,7 @@ class StoreSource(HttpSource):
         super().__init__(access.place(key), *given)
         self.access, self.key, self.name = access, key, f"{access.url}/{key}"
         self._given = (access, key)
+        self.atomic = access.atomic
         # What requests are sent as, until when, and with which credentials.
         self._request: tuple[RequestTarget, dict[str, str], float, int] | None = None
 
@@ -163,6 +164,7 @@ class StoreDirectory:
         shallow: bool = False,
     ) -> None:
         self._access, self._path, self._known, self._shallow = access, path, entries, shallow
+        self._above: StoreDirectory | None = None
 
     @property
     def name(self) -> str:
@@ -260,7 +262,9 @@ class StoreDirectory:
         if not self._path:
             return None
         directory, name = posixpath.split(self._path)
-        return _Above(self._access, directory, shallow=True), name
+        if self._above is None:
+            self._above = _Above(self._access, directory, shallow=True)
+        return self._above, name
 
     def walk(self) -> Iterator[tuple[str, int]]:
         """The names of all objects below it, and their bytes (see `Directory`)."""
