@@ -16,10 +16,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial, wraps
 from typing import Any, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 from mfload import errors
 from mfload.runtime import Deadline
-from mfload.sources.http import PATIENCE, STALLED
+from mfload.sources.http import PATIENCE, STALLED, TRUSTED
 from mfload.sources.tls import Tls
 
 T = TypeVar("T")
@@ -28,6 +29,7 @@ _RETRIES = 4
 _PAGE = 1000  # Objects in an answer to a listing.
 _TOGETHER = 5000  # Objects beside a missing one whose names are compared with its own.
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_ASKED = re.compile(r"Error performing \w+ (https?://\S+) in ")
 _REDIRECTED = "redirect without LOCATION"
 _CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
 _REGION = re.compile(r"<Region>([\w-]{1,32})</Region>")
@@ -140,6 +142,9 @@ class Access:
         """Whether an answer is of one version of an object to its end."""
         return True
 
+    credentials = ""
+    """Where these may come from, for errors."""
+
     # -- what a kind of store says -------------------------------------------------------------
 
     def make(self, settings: dict[str, Any]) -> Any:
@@ -217,11 +222,12 @@ class Access:
             self._store = None
 
     def bounded(self, call: Callable[[], T], what: str) -> T:
-        """Waits for a call of obstore, for as long as its tries take at most.
+        """Waits for a call of obstore; an interrupt ends the waiting.
 
-        Raises LoadTimeoutError. An interrupt ends the waiting.
+        Raises LoadTimeoutError after `timeout`, by default `PATIENCE`.
         """
-        return Deadline(4 * self.seconds).bound(call, what, self.url, apart=True)
+        patience = PATIENCE if self.timeout is None else self.timeout
+        return Deadline(patience).bound(call, what, self.url, apart=True)
 
     # -- listings ------------------------------------------------------------------------------
 
@@ -269,16 +275,36 @@ class Access:
                 again = True
 
     def said(self, text: str) -> Answered | None:
-        """The answer that an error of obstore quotes; None if there was none."""
+        """The answer of the store that an error of obstore quotes; None if there was none."""
         found = _STATUS.search(text)
+        if self._of_another(text):
+            return None
         if _REDIRECTED in text:
             return Answered(301)
         return Answered.of(int(found[1]), text) if found else None
 
+    def _of_another(self, text: str) -> bool:
+        """Whether an error of obstore is about another server, which it asked for credentials."""
+        asked = _ASKED.search(text)
+        return asked is not None and urlsplit(asked[1]).netloc != urlsplit(self.place("-")).netloc
+
     def unanswered(self, error: BaseException, name: str) -> errors.SourceError:
-        """The error of a store that did not answer."""
+        """The error of a store, or of what gives credentials, that did not answer."""
+        text = str(error)
+        if self._of_another(text):
+            return self.without_credentials(reason(error))
         what = f"could not read from the store: {reason(error)}"
-        return errors.ReadError(what, file=name, found=_deepest(str(error)))
+        found, expected = _deepest(text), None
+        if "InvalidCertificate" in text:
+            found, expected = "a certificate that can't be verified", TRUSTED
+        return errors.ReadError(what, file=name, expected=expected, found=found)
+
+    def without_credentials(self, found: str | None) -> errors.SourcePermissionError:
+        """The error where no credentials were found; `found`: what the last place said."""
+        what = "no credentials for the store were found"
+        return errors.SourcePermissionError(
+            what, file=self.url, expected=self.credentials, found=found
+        )
 
     def near(self, key: str) -> str:
         """`, did you mean 'x'?` with a name that lies beside a key; empty if none is near."""

@@ -59,7 +59,7 @@ _PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # Seconds before the second try, doubled eac
 _HEAD = 64 << 10  # Bytes of the first answer: most headers are shorter.
 _REDIRECTS = 5
 _MOVED = (301, 302, 303, 307, 308)
-_BUSY = (408, 425, 429, 500, 502, 503, 504)
+BUSY = (408, 425, 429, 500, 502, 503, 504)
 _EXPIRED = (400, 401, 403, 404, 410)  # What servers say to a signed URL whose time is up.
 # Numbers fit 64 bits.
 _RANGE = re.compile(r"bytes[ =]+(\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.IGNORECASE)
@@ -73,7 +73,7 @@ _IN_URLS = "!#$%&'()*+,/:;=?@[]~"
 _PORTS = {"http": 80, "https": 443}
 _NO_RANGES = "the server does not answer requests for ranges: download the file first"
 _NO_ACCESS = "the server refuses access; credentials go into Options(headers=…) or ~/.netrc"
-_TRUSTED = "ca_file=, the certificates of its authority; or SSL_CERT_FILE in the environment"
+TRUSTED = "ca_file=, the certificates of its authority; or SSL_CERT_FILE in the environment"
 _NO_PROXY = "the proxy refuses access; a user and a password go into its URL in the environment"
 _NO_FILE = "no such file on the server"
 _GONE = (404, 410)
@@ -456,7 +456,7 @@ class HttpHandle(ClosedAtEnd):
                     raise errors.ReadError(
                         f"could not read from the server{through}: {self._reason(error)}",
                         file=self._source.name,
-                        expected=_TRUSTED if unknown else None,
+                        expected=TRUSTED if unknown else None,
                         found=f"given up after {errors.counted(tries, 'try', 'tries')}",
                     ) from error
                 pause = _PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5)
@@ -576,8 +576,8 @@ class HttpHandle(ClosedAtEnd):
         if status == 400 and self._source.target.scheme == "http":  # So nginx answers to no TLS.
             self._check_scheme(ConnectionResetError())
         found = _status(status)
-        if status in _BUSY:
-            raise _BusyError(found, answer.getheader("Retry-After", ""))
+        if status in BUSY:
+            raise BusyError(found, answer.getheader("Retry-After", ""))
         if status == 412:
             self.changed(f"another version ({found})")
         if status == 416 and not opening:
@@ -589,8 +589,13 @@ class HttpHandle(ClosedAtEnd):
         raise kind(what, file=self._source.name, expected=expected, found=found)
 
 
-class _BusyError(http.client.HTTPException):
-    """An answer that asks to come again later."""
+class BusyError(http.client.HTTPException):
+    """An answer that asks to come again later.
+
+    Args:
+        status: What it says, as a status of HTTP.
+        after: Seconds, or a date, as the header Retry-After has them.
+    """
 
     def __init__(self, status: str, after: str) -> None:
         self.after = 0.0

@@ -30,12 +30,6 @@ _FILES = {
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
     "AWS_CONFIG_FILE": "~/.aws/config",
 }
-_NO_CREDENTIALS = "no credentials for the store were found"
-_CREDENTIALS = (
-    "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, an identity of the machine, or "
-    "Options(store={…}); for a public bucket store={'skip_signature': True}"
-)
-
 _PERMISSION = re.compile(r"to perform: (s3:\w+)")
 _OLD = re.compile(r"request has expired|difference between the request time", re.IGNORECASE)
 _SKEWED = ("RequestTimeTooSkewed", "RequestExpired")
@@ -74,6 +68,11 @@ _KNOWN: dict[str, _Explained] = {
 class S3Access(Access):
     """The objects of a bucket of S3 (see `Access`): URLs are signed here, without a request."""
 
+    credentials = (
+        "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, an identity of the machine, or "
+        "Options(store={…}); for a public bucket store={'skip_signature': True}"
+    )
+
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
         self._region: str | None = None  # The one that an answer named.
@@ -111,7 +110,7 @@ class S3Access(Access):
         """Makes the store of obstore, which finds credentials, and boto3 those of profiles."""
         profile = settings.pop("profile", None)
         if not _SECRETS & set(map(_plain, settings)) and not self.anonymous:
-            provider, config = _of_profile(profile, self.url)
+            provider, config = _of_profile(profile, self)
             if provider is not None:
                 settings["credential_provider"] = provider
             if not any(map(self.setting, _REGIONS)):
@@ -147,9 +146,7 @@ class S3Access(Access):
         except errors.MfloadError:
             raise
         except (obstore().exceptions.BaseError, OSError, ValueError, RuntimeError) as error:
-            raise _DENIED(
-                _NO_CREDENTIALS, file=self.url, expected=_CREDENTIALS, found=reason(error)
-            ) from None
+            raise self.without_credentials(reason(error)) from None
 
     sign = in_home(_sign)
     """The signed URL of an object, with credentials that are asked for."""
@@ -221,7 +218,7 @@ def _plain(name: str) -> str:
     return name.lower().removeprefix("aws_")
 
 
-def _of_profile(profile: str | None, url: str) -> tuple[Any, dict[str, str]]:
+def _of_profile(profile: str | None, access: S3Access) -> tuple[Any, dict[str, str]]:
     """What gives the credentials of a profile, by boto3, and the profile's settings.
 
     (None, {}) leaves the search to obstore, which knows no profiles.
@@ -243,7 +240,7 @@ def _of_profile(profile: str | None, url: str) -> tuple[Any, dict[str, str]]:
         if not asked and not kept:  # The machine may have an identity.
             return None, {}
         what = "profiles of AWS are read with the package boto3, which is not installed"
-        raise errors.missing(what, "boto3", file=url)
+        raise errors.missing(what, "boto3", file=access.url)
     import botocore.exceptions
     import botocore.session
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -253,7 +250,7 @@ def _of_profile(profile: str | None, url: str) -> tuple[Any, dict[str, str]]:
         return Boto3CredentialProvider(session), session.get_scoped_config()
     except botocore.exceptions.ProfileNotFound:
         meant = errors.did_you_mean(asked, session.available_profiles)
-        raise _DENIED(f"no profile {asked!r} of AWS{meant}", file=url) from None
+        raise _DENIED(f"no profile {asked!r} of AWS{meant}", file=access.url) from None
     except (ValueError, botocore.exceptions.BotoCoreError) as error:
         found = None if isinstance(error, ValueError) else type(error).__name__
-        raise _DENIED(_NO_CREDENTIALS, file=url, expected=_CREDENTIALS, found=found) from None
+        raise access.without_credentials(found) from None

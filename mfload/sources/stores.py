@@ -14,7 +14,7 @@ from mfload.options import LoadOptions
 from mfload.sources.access import Access, Answered
 from mfload.sources.base import redacted
 from mfload.sources.client import BROKEN, Answer
-from mfload.sources.http import SAFE_NAME, HttpSource, RequestTarget, Version
+from mfload.sources.http import BUSY, SAFE_NAME, BusyError, HttpSource, RequestTarget, Version
 from mfload.sources.tls import Tls
 
 ACCESS = {"s3": ("mfload.sources.s3", "S3Access")}
@@ -128,7 +128,7 @@ class StoreSource(HttpSource):
 
     def resend(self, answer: Answer, again: bool) -> bool:
         """Whether credentials are to be found anew; else raises the error that the body names."""
-        if answer.status in _ANSWERS or answer.status in (408, 425, 429, 500, 502, 503, 504):
+        if answer.status in _ANSWERS:
             return False
         text = ""
         with suppress(*BROKEN):
@@ -138,6 +138,8 @@ class StoreSource(HttpSource):
             self.access.renew(self._request[3] if self._request else 0, said)
             self._request = None
             return True
+        if answer.status in BUSY:
+            raise BusyError(str(said), answer.getheader("Retry-After", ""))
         if answer.status in (404, 410) and self._version is not None:
             return False  # It was there before.
         raise self.access.refused(said, self.key, self.name)
