@@ -81,7 +81,8 @@ class Options:
             Never shown. Default: what the environment, profiles and the machine's identity say.
         cache: A directory that keeps blocks of files behind URLs for the next load.
         max_bandwidth: Bytes a second that a load takes from servers and stores, at most, as a
-            number or a text such as "500MB". Default: any.
+            number or a text such as "500MB". Loads of this process with the same number share it.
+            Default: any.
 
     Raises:
         UsageError: A value is invalid.

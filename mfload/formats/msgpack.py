@@ -37,7 +37,7 @@ MAX_BYTES = 100_000_000
 as many as a safetensors header may have."""
 
 _WINDOW = 64 << 10
-_STEPS = 16  # Windows that one takes the place of.
+_GROWS = 4  # Times, from one window to the next.
 _MAX_RANK = 255
 _CHUNKED = "__msgpack_chunked_array__"
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
@@ -163,10 +163,11 @@ class _Walk:
     def _take(self, nbytes: int) -> bytes:
         offset = self._pass(nbytes)
         if not self._start <= offset <= self.at <= self._start + len(self._window):
-            length, costs, step = max(nbytes, _WINDOW), self._file.costs, offset - self._start
+            length, costs = max(nbytes, _WINDOW), self._file.costs
+            gap = offset - self._start - len(self._window)
             # A round trip for each small array takes longer than to read over some of them.
-            if costs.concurrency is not None and step < costs.merge_gap:
-                length = max(length, min(costs.block, _STEPS * step))
+            if costs.concurrency is not None and gap < costs.merge_gap:
+                length = max(length, min(costs.block, _GROWS * len(self._window)))
             length = min(length, self._file.size - offset)
             self._window, self._start = self._file.read(offset, length), offset
         return self._window[offset - self._start : self.at - self._start]
