@@ -1,4 +1,4 @@
-"""Every fault of a server, wherever a block can begin: the right bytes, or a typed error in time."""
+"""Faults of a server, wherever a block can begin: the right bytes, or a typed error in time."""
 
 from __future__ import annotations
 
