@@ -85,7 +85,8 @@ class Options:
         cache_size: Bytes that it may keep; what was used longest ago goes. Default: a tenth of its
             file system.
         max_bandwidth: Bytes a second that a load takes from servers and stores, at most, as a
-            number or a text such as "500MB". Default: any.
+            number or a text such as "500MB". Loads of this process with the same number share it.
+            Default: any.
 
     Raises:
         UsageError: A value is invalid.

@@ -26,7 +26,6 @@ from mfload.sources.base import Source
 T = TypeVar("T")
 
 _NAME = attrgetter("name")
-_HEAD = 64 << 10  # Bytes of a file that are fetched at once with the first of the others.
 _NO_DTYPE, _NO_PIECE = dtypes.TABLE["U8"], Piece(-1, 0, 0)  # Of what is known by name alone.
 
 
@@ -533,20 +532,10 @@ def _ask_ahead(files: Sequence[str | Source]) -> Sequence[str | Source]:
     A failure is met again where it is handled. Returns the files; those of a network disk are
     sources, which stay open.
     """
-
-    def ask(source: Any) -> None:
-        with suppress(errors.SourceError):
-            if source.file is not None:
-                source.read(0, min(source.size, _HEAD))  # For the page cache.
-            elif hasattr(source, "ask_ahead"):
-                source.ask_ahead()
-            else:
-                source.identity  # noqa: B018
-
     if isinstance(files[0], str) and sources.local_file(files[0], now=False).costs.concurrency:
         made = (sources.local_file(e, now=False) if isinstance(e, str) else e for e in files)
         files = list(made)
-    sources.together(ask, (each for each in files if not isinstance(each, str)))
+    sources.ask_ahead(each for each in files if not isinstance(each, str))
     return files
 
 

@@ -37,6 +37,7 @@ MAX_BYTES = 100_000_000
 as many as a safetensors header may have."""
 
 _WINDOW = 64 << 10
+_GROWS = 4  # Times, from one window to the next.
 _MAX_RANK = 255
 _CHUNKED = "__msgpack_chunked_array__"
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
@@ -162,7 +163,12 @@ class _Walk:
     def _take(self, nbytes: int) -> bytes:
         offset = self._pass(nbytes)
         if not self._start <= offset <= self.at <= self._start + len(self._window):
-            length = min(max(nbytes, _WINDOW), self._file.size - offset)
+            length, costs = max(nbytes, _WINDOW), self._file.costs
+            gap = offset - self._start - len(self._window)
+            # A round trip for each small array takes longer than to read over some of them.
+            if costs.concurrency is not None and gap < costs.merge_gap:
+                length = max(length, min(costs.block, _GROWS * len(self._window)))
+            length = min(length, self._file.size - offset)
             self._window, self._start = self._file.read(offset, length), offset
         return self._window[offset - self._start : self.at - self._start]
 

@@ -135,6 +135,7 @@ def _item(directory: Directory, source: int, front: str = "", single: bool = Fal
         raise errors.CheckpointError(what, file=directory.name, problems=tuple(problems))
     if metadata.get(_ALL_STORED) is True:
         store.missing = []
+    store.ask_ahead(paths)
     rows = [zarr.read(store, name) for name in paths]
     rows = [row._replace(name=_joined(front, row.name)) for row in rows] if front else rows
     if store.missing:

@@ -12,9 +12,9 @@ import math
 import re
 import struct
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
-from mfload import errors
+from mfload import errors, sources
 from mfload.dtypes import NARROW
 from mfload.formats.crc32c import crc32c
 from mfload.formats.ocdbt import Value
@@ -83,6 +83,14 @@ class ZarrStore:
             if not key.startswith(front):
                 break
             yield key[len(front) :], self.values[key]
+
+    def ask_ahead(self, names: Iterable[str]) -> None:
+        """Has the metadata of arrays that lie on a server read at once, and not one by one."""
+        known, keys = len(self.sources), (_metadata_key(self, name) for name in names)
+        for value in (self.values[key] for _, key in keys):
+            if value.inline is None:
+                self._number(value, value.file)
+        sources.ask_ahead(each for each in self.sources[known:] if each.file is None)
 
     def piece(self, value: Value, stored: Stored, name: str) -> Piece:
         """The piece of a tensor that a value holds."""
@@ -289,11 +297,16 @@ def _front(name: str) -> str:
     return name and f"{name}/"
 
 
+def _metadata_key(store: ZarrStore, name: str) -> tuple[int, str]:
+    """The version of an array, and the key of its JSON."""
+    keys = ((n, _front(name) + file) for n, file in FILES.items())
+    return next(each for each in keys if each[1] in store.values)
+
+
 def _metadata(store: ZarrStore, name: str) -> Array:
     """Reads and checks the JSON of an array."""
-    keys = {n: _front(name) + file for n, file in FILES.items()}
-    version = next(n for n, key in keys.items() if key in store.values)
-    value = store.values[keys[version]]
+    version, key = _metadata_key(store, name)
+    value = store.values[key]
     if value.nbytes > MAX_METADATA:
         what = "the metadata of an array is over the limit"
         raise bad(

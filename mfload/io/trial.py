@@ -22,6 +22,7 @@ _ALIKE = 1.02
 _SECONDS, _BLOCKS, _SETTLING = 0.1, 4, 2
 # Another way is tried if so many times the bytes of a measurement are left to gain from it.
 _LEFT = 4
+_HOW = {True: " past the page cache", False: " through the page cache"}
 
 
 T = TypeVar("T")
@@ -47,6 +48,8 @@ class Trial:
         most: Readers past the page cache, at most.
         through: Readers through the page cache, at most, if the load begins so.
         past: Whether it may go past the page cache.
+        begin: Readers to begin with.
+        files: Whether files are read, and not a server.
 
     Attributes:
         way: How the files are to be read from now on.
@@ -62,10 +65,13 @@ class Trial:
         most: int,
         through: int | None = None,
         past: bool = True,
+        *,
+        begin: int = BEGIN,
+        files: bool = True,
     ) -> None:
         self.speeds: dict[ReadWay, float] = {}
-        self._left, self._block = nbytes, block
-        self._search = _search(max(least, min(BEGIN, most)), least, most, through, past)
+        self._left, self._block, self._files = nbytes, block, files
+        self._search = _search(max(least, min(begin, most)), least, most, through, past)
         self.way, self.over = next(self._search), False
         self._settling = self._unsettled(self.way)
         self._clock = self._seconds = 0.0
@@ -124,7 +130,7 @@ class Trial:
     def __str__(self) -> str:
         """What was measured, for people."""
         tried = (
-            f"{way.readers} {'past' if way.direct else 'through'} the page cache {speed / 1e9:.2f}"
+            f"{way.readers}{_HOW[way.direct] * self._files} {speed / 1e9:.2f}"
             for way, speed in self.speeds.items()
         )
         return f"readers tried, GB/s: {', '.join(tried)}"

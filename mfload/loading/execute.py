@@ -160,7 +160,7 @@ class Transfer(NamedTuple):
             allocate()
             allocate = None
         if blocks:
-            direct = self.trial is not None or any(map(_DIRECT, self.route.values()))
+            direct = any(leg.direct or leg.either for leg in self.route.values())
             own = list(filter(buffers.is_own, memory)) if direct else ()
             protection = buffers.ForkProtection(own) if own else nullcontext()
             given = open_reader, memory, self.observer, protection

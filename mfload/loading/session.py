@@ -52,6 +52,7 @@ _SMALLER = 8  # The part of a slot of full size that small reads have.
 # A trial comes to at least so many readers, since one alone depends on every delay; and past the
 # page cache to no more than `_MOST_TRIED`, for which `max_host_overhead` must leave room, in bytes.
 _FEWEST_TRIED, _MOST_TRIED, _ROOM = 2, 16, 128 << 20
+_LONG = 4 << 30  # Bytes from a server for which numbers of connections are tried.
 _new: Any = tuple.__new__  # Named tuples' own constructors take twice the time.
 _STAGES = ("plan", "allocate", "transfer", "arrays")
 _DIRECT, _COLD, _EITHER = map(attrgetter, ("direct", "cold", "either"))  # Of a leg.
@@ -330,6 +331,11 @@ class Session:
         chosen = execute.reader_threads(self._direct, count, cold=cold, concurrency=concurrency)
         if tries and self._direct:
             chosen = max(chosen, _MOST_TRIED)
+        # A server likes some number of connections; it is found while a long load reads.
+        most, long = costs.most or 0, sum(of_all.values()) >= _LONG
+        waits = long and most > 0 and options.threads is None and not count
+        if waits := waits and Ledger(options).most >= most * costs.block:
+            chosen = most
         self.threads, self.used = options.threads or chosen, 0
         readers = Readers()
         readers.threads, readers.costs, readers.decodes = self.threads, costs, decodes
@@ -338,7 +344,7 @@ class Session:
         if self._devices:
             self._stage(readers)
         self.limits = Limits(self.requests, self.allocations, options, readers)
-        if tries and (options.threads is None or any(map(_EITHER, legs))):
+        if waits or (tries and (options.threads is None or any(map(_EITHER, legs)))):
             self._begin_trial(sum(of_all.values()))
 
     def _stage(self, readers: Readers) -> None:
@@ -364,12 +370,17 @@ class Session:
         if shared is not None and shared.trial is not None:
             self.trial = shared.trial
             return
-        concurrency = self.limits.costs.concurrency
-        through = asked or execute.reader_threads(False, count, concurrency=concurrency)
-        fewest = max(_FEWEST_TRIED, count, (concurrency or 0) // 2)
-        how = self.limits.costs.block, asked or fewest, self.threads
+        concurrency, most = self.limits.costs.concurrency, self.limits.costs.most
         cold = any(map(_COLD, self.route.values()))
-        self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
+        if most is None:
+            through = asked or execute.reader_threads(False, count, concurrency=concurrency)
+            fewest = max(_FEWEST_TRIED, count, (concurrency or 0) // 2)
+            how = self.limits.costs.block, asked or fewest, self.threads
+            self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
+        else:
+            how = self.limits.costs.block, asked or max(_FEWEST_TRIED, count), self.threads
+            begin = concurrency or most
+            self.trial = Trial(nbytes, *how, most, past=False, begin=begin, files=False)
         if shared is not None and shared.wanted is not None:
             shared.trial = self.trial
 

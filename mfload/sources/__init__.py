@@ -38,6 +38,7 @@ gives what reads these, given the number of the first (see `DirectoryFormat.read
 local_file: Callable[..., Source] = LocalFile
 """The source of a path of this machine."""
 
+_HEAD = 64 << 10  # Bytes of a file that are fetched at once with the first of the others.
 _NEED_FILES = ("mmap", "direct", "gds")
 
 
@@ -177,6 +178,24 @@ def together(call: Callable[[Source], object], given: Iterable[Source]) -> None:
             waiting.append(each)
     if waiting:
         at_once(call, waiting, waiting[0].costs.concurrency or 1)
+
+
+def ask_ahead(given: Iterable[Source]) -> None:
+    """Sends the first requests to servers and network disks at once.
+
+    A failure is met again where it is handled.
+    """
+
+    def ask(source: Any) -> None:
+        with suppress(errors.SourceError):
+            if source.file is not None:
+                source.read(0, min(source.size, _HEAD))  # For the page cache.
+            elif hasattr(source, "ask_ahead"):
+                source.ask_ahead()
+            else:
+                source.identity  # noqa: B018
+
+    together(ask, given)
 
 
 def at_once(call: Callable[[Any], object], given: Iterable[Any], threads: int) -> None:

@@ -108,15 +108,22 @@ class Access:
         settings: Names and values as obstore takes them.
         timeout: Seconds that a request has. Default: `STALLED` without a byte.
         tls: Certificates.
+        rate: Bytes a second, at most (see `Options.max_bandwidth`).
 
     Attributes:
         made: How often credentials were looked for.
     """
 
     def __init__(
-        self, url: str, settings: tuple[tuple[str, Any], ...], timeout: float | None, tls: Tls
+        self,
+        url: str,
+        settings: tuple[tuple[str, Any], ...],
+        timeout: float | None,
+        tls: Tls,
+        rate: int | None = None,
     ) -> None:
         self.url, self.settings, self.timeout, self.tls = url, settings, timeout, tls
+        self.rate = rate
         self.bucket = url.partition("://")[2]
         self.made = 0
         self._store: Any = None
@@ -128,7 +135,12 @@ class Access:
         return hash(self.url)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, self.settings, self.timeout, self.tls)
+        return type(self), (self.url, self.settings, self.timeout, self.tls, self.rate)
+
+    @property
+    def atomic(self) -> bool:
+        """Whether an answer is of one version of an object to its end."""
+        return True
 
     credentials = ""
     """Where these may come from, for errors."""

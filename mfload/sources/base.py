@@ -130,6 +130,7 @@ class Costs(NamedTuple):
         merge_gap: Unwanted bytes that are cheaper read over than skipped; exclusive.
         staged: Bytes a read, at most, that is picked apart in a slot.
         span: Bytes that a block of rows reaches over, at most; it is cut to slots.
+        most: Reads under way at once that a long load may try, at most. Default: `concurrency`.
         row_gap: The same as `merge_gap` for what lies between rows of a tensor, of which many are
             read by one call. Default: `merge_gap`.
         concurrency: Reads that are worth having under way at once, for a source that is waited
@@ -144,6 +145,7 @@ class Costs(NamedTuple):
     span: int = 64 << 20
     concurrency: int | None = None
     row_gap: int | None = None
+    most: int | None = None
 
     @property
     def slot(self) -> int:

@@ -11,6 +11,7 @@ import http.client
 import io
 import ipaddress
 import logging
+import math
 import netrc
 import os
 import socket
@@ -124,11 +125,14 @@ class Timeouts(NamedTuple):
         least: Bytes after which the seconds begin anew. Default: each byte; None: they do not.
         own: Times `stalled` that a program of this machine has to begin an answer. It may be
             busy, and the kernel says at once if it is gone.
+        expected: Seconds for the first bytes after which a function is called, and that (see
+            `Timed.expect`).
     """
 
     stalled: float
     least: int | None = 1
     own: float = 1.0
+    expected: tuple[float, Callable[[], float]] = math.inf, float
 
 
 class Answer(http.client.HTTPResponse):
@@ -153,6 +157,7 @@ class Answer(http.client.HTTPResponse):
         if limits.own != 1.0 and on_this_machine(sock):
             self.patience *= limits.own
         self.timed.allow(self.patience, least=limits.least)
+        self.timed.expect(*limits.expected)
         self.fp = io.BufferedReader(self.timed)
 
     def begin(self) -> None:
@@ -174,7 +179,11 @@ class Answer(http.client.HTTPResponse):
 
         `piece`: what a timeout may lose of what has come. Default: a buffer.
         """
-        if left := nbytes - fill(views, nbytes, self.readinto, piece):
+        self.check_filled(nbytes - fill(views, nbytes, self.readinto, piece))
+
+    def check_filled(self, left: int) -> None:
+        """Raises IncompleteRead if bytes are left."""
+        if left:
             raise http.client.IncompleteRead(b"", left)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -187,6 +196,7 @@ class Answer(http.client.HTTPResponse):
         """Ends it."""
         whole = self.isclosed() or self.length == 0  # What follows the last chunk isn't waited for.
         super().close()
+        self.timed.expect(math.inf, float)  # Its connection keeps it until the next.
         at_end, self.at_end = self.at_end, bool
         at_end(whole)
 
@@ -280,6 +290,8 @@ class Client:
         except BaseException:
             made.close()
             raise
+        finally:
+            del made.response_class  # It knows who asked.
 
         def end(whole: bool) -> None:
             fits = closed == self._closed and len(self._idle) < self._most

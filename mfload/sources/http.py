@@ -27,12 +27,23 @@ from mfload import errors
 from mfload.options import LoadOptions
 from mfload.sources.base import ClosedAtEnd, Costs, redacted, shrunk
 from mfload.sources.client import BROKEN, Answer, Client, Timeouts, fill, from_netrc
+from mfload.sources.link import Link, SlowError, Watch
 from mfload.sources.tls import Tls
 
 T = TypeVar("T")
 
-# A round trip takes as long as a megabyte or so. So reads are long, and gaps are read over.
-COSTS = Costs(block=8 << 20, merge_gap=256 << 10, staged=8 << 20, span=8 << 20, concurrency=8)
+# Reads are long, and gaps are read over: at 20 ms a request and 80 MB/s a connection, 480 tensors
+# with gaps of 512 KiB came in 0.70 s with them and in 1.35 s without; of 1 MiB, in 0.9 s and 1.0 s;
+# of 2 MiB, they were slower. Rows of a tensor lie closer, and are many.
+COSTS = Costs(
+    block=8 << 20,
+    merge_gap=1 << 20,
+    row_gap=256 << 10,
+    staged=8 << 20,
+    span=8 << 20,
+    concurrency=16,
+    most=32,
+)
 
 STALLED = 30.0
 """Seconds without a byte after which a connection is given up."""
@@ -44,7 +55,6 @@ TRIES = 5
 """Tries in a row that bring next to nothing, after which a read fails."""
 
 _PROGRESS = 64 << 10  # Bytes after which tries are counted anew.
-_PIECE = 1 << 20  # What a timeout may lose of what has come.
 _PAUSE, _LONGEST_PAUSE = 0.1, 10.0  # Seconds before the second try, doubled each time.
 _HEAD = 64 << 10  # Bytes of the first answer: most headers are shorter.
 _REDIRECTS = 5
@@ -144,7 +154,8 @@ def open_url(url: str, options: LoadOptions) -> HttpSource:
             found=redacted(url),
         )
     tls = Tls(options.cert_file, options.key_file, options.ca_file)
-    return HttpSource(url, options.headers or (), options.timeout, tls)
+    given = url, options.headers or (), options.timeout, tls
+    return HttpSource(*given, rate=options.max_bandwidth)
 
 
 class HttpSource:
@@ -156,9 +167,17 @@ class HttpSource:
             `PATIENCE` where the server asks for a pause.
         tls: Certificates of `https://` connections. Default: the system's.
         version: The one that was seen before. Default: the one that the first answer has.
+        rate: Bytes a second, at most (see `Options.max_bandwidth`).
+
+    Attributes:
+        asked: Requests for its bytes.
+        repeated: Those of them that were given up, and asked again.
     """
 
     file, engine, costs = None, "http", COSTS
+    atomic = False
+    """Whether each answer is of one version to its end, even if the file is replaced meanwhile."""
+
     netrc = True  # Whether credentials may come from there.
 
     def __init__(
@@ -168,6 +187,7 @@ class HttpSource:
         timeout: float | None = None,
         tls: Tls = _SYSTEM,
         version: Version | None = None,
+        rate: int | None = None,
     ) -> None:
         self.name, self.patience = redacted(url), PATIENCE if timeout is None else timeout
         self.limits = Timeouts(min(STALLED, self.patience))
@@ -175,10 +195,11 @@ class HttpSource:
         self.headers = {name.title(): value for name, value in headers}
         if self.netrc and "Authorization" not in self.headers:
             self.headers |= from_netrc(self.first.host)
-        self.client = _clients.setdefault(
-            (*self.first[:3], tls), Client(tls, COSTS.concurrency or 0)
-        )
+        client = Client(tls, COSTS.most or 0)
+        self.link = _links.setdefault((*self.first[:3], tls, rate), Link(client, rate))
+        self.client, self.asked, self.repeated = self.link.client, 0, 0
         self._given, self._version, self._head = (url, headers, timeout, tls), version, b""
+        self._rate = rate
         self._begun = False  # Whether the first bytes were asked for.
         self.whole = 0  # The size, of a server that does not say it beside a range.
         self._others = dict[str, dict[str, str]]()  # Headers for hosts that redirects lead to.
@@ -194,7 +215,7 @@ class HttpSource:
         return hash(self._given)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return HttpSource, (*self._given, self._version), {"shard": self.shard}
+        return HttpSource, (*self._given, self._version, self._rate), {"shard": self.shard}
 
     @property
     def identity(self) -> Version:
@@ -227,6 +248,14 @@ class HttpSource:
     def size(self) -> int:
         """In bytes."""
         return self.identity.size
+
+    @property
+    def failures(self) -> list[str]:
+        """What a report is to say."""
+        if not self.repeated:
+            return []
+        asked = f"{self.repeated} of {errors.counted(self.asked, 'request')} for {self.name}"
+        return [f"given up since others were faster, and asked again: {asked}"]
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Reads exactly that range (see `Source`)."""
@@ -271,18 +300,21 @@ class HttpSource:
 
         Every answer does, before its bytes: only one that takes a while may end in another.
         """
-        if self.unchecked:
-            self.unchecked = False
-            with self.open() as opened:
-                opened.fill(deque([memoryview(bytearray(1))]), 0, 1)
+        if self.unchecked and not self.atomic:
+            self._check()
+
+    def _check(self) -> None:
+        self.unchecked = False
+        with self.open() as opened:
+            opened.fill(deque([memoryview(bytearray(1))]), 0, 1)
 
     def check_now(self) -> None:
         """Raises SourceChangedError if the URL leads to another version by now; sends a request.
 
         For a file that was read, such as an index, while files that belong to it are read.
         """
-        self.target, self.unchecked = self.first, True
-        self.check()
+        self.target = self.first
+        self._check()
 
     def beside(self, name: str) -> HttpSource:
         """The file of that name in the same directory or below; the query stays the same."""
@@ -291,7 +323,7 @@ class HttpSource:
         path, mark, query = self.first.path.partition("?")
         path = f"{posixpath.dirname(path).rstrip('/')}/{quote(posixpath.normpath(name))}"
         made = self.first._replace(path=path + mark + query)
-        beside = HttpSource(made.url, *self._given[1:])
+        beside = HttpSource(made.url, *self._given[1:], rate=self._rate)
         beside.shard = True
         return beside
 
@@ -340,6 +372,7 @@ class HttpHandle(ClosedAtEnd):
 
     def __init__(self, source: HttpSource) -> None:
         self._source = source
+        self._watch: Watch
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector by one request, and by more if it breaks off."""
@@ -360,7 +393,7 @@ class HttpHandle(ClosedAtEnd):
 
         def step() -> None:
             with self._asked(start := offset + came(), stop - 1) as answer:
-                answer.fill(views, stop - start, _PIECE)
+                self._watch.receive(answer, views, stop - start)
 
         if stop > offset:
             self._persist(step, came)
@@ -384,7 +417,7 @@ class HttpHandle(ClosedAtEnd):
             return Version(_validator(answer) or "", 0), b""
         version, nbytes = self._version(answer, 0, _HEAD - 1)
         head = bytearray(nbytes)
-        answer.fill(deque([memoryview(head)]), nbytes)
+        self._watch.receive(answer, deque([memoryview(head)]), nbytes)
         return version, bytes(head)
 
     def _whole(self) -> int:
@@ -399,11 +432,14 @@ class HttpHandle(ClosedAtEnd):
         """Calls a step until it ends, as long as tries bring anything; `came` counts the bytes."""
         tries = 0
         while True:
-            before = came()
+            before, self._watch = came(), self._source.link.watch()
+            self._source.asked += 1
             try:
                 return step()
             except errors.MfloadError:
                 raise
+            except SlowError:
+                self._source.repeated += 1
             except BROKEN as error:
                 tries = 1 if came() - before >= _PROGRESS else tries + 1
                 if tries == 1 and not came():
@@ -495,7 +531,8 @@ class HttpHandle(ClosedAtEnd):
     def _send(self, target: RequestTarget, span: str | None) -> Answer:
         source, ranges = self._source, {} if span is None else {"Range": span}
         target, headers = source.signed(target)
-        return source.client.ask(target[:3], target.path, ranges | headers, source.limits)
+        limits = source.limits._replace(expected=self._watch.expected)
+        return source.client.ask(target[:3], target.path, ranges | headers, limits)
 
     def _version(self, answer: Answer, first: int, last: int) -> tuple[Version, int]:
         """The version of the file, and bytes in the answer, which must be those asked for."""
@@ -571,8 +608,8 @@ class BusyError(http.client.HTTPException):
         super().__init__(f"it answers {status}{asks}")
 
 
-# A client, with its connections, lives as long as a source of its server does.
-_clients: weakref.WeakValueDictionary[tuple[Any, ...], Client] = weakref.WeakValueDictionary()
+# A link, with its connections, lives as long as a source of its server does.
+_links: weakref.WeakValueDictionary[tuple[Any, ...], Link] = weakref.WeakValueDictionary()
 
 
 def _status(number: int) -> str:

@@ -97,6 +97,11 @@ class S3Access(Access):
         return any(map(self.setting, _ENDPOINTS))
 
     @property
+    def atomic(self) -> bool:
+        """Of S3 itself it is (see `Access`)."""
+        return not self.own_endpoint
+
+    @property
     def region(self) -> str:
         """Where requests go."""
         return self._region or next(filter(None, map(self.setting, _REGIONS)), _DEFAULT_REGION)

@@ -59,7 +59,7 @@ def access_to(url: str, options: LoadOptions) -> tuple[Access, str]:
     tls = Tls(options.cert_file, options.key_file, options.ca_file)
     module, name = ACCESS[place.partition("://")[0]]
     make: type[Access] = getattr(importlib.import_module(module), name)
-    return make(place, options.store or (), options.timeout, tls), key
+    return make(place, options.store or (), options.timeout, tls, options.max_bandwidth), key
 
 
 def _taken_apart(url: str) -> tuple[str, str]:
@@ -108,9 +108,11 @@ class StoreSource(HttpSource):
     netrc = False
 
     def __init__(self, access: Access, key: str, version: Version | None = None) -> None:
-        super().__init__(access.place(key), (), access.timeout, access.tls, version)
+        given = (), access.timeout, access.tls, version, access.rate
+        super().__init__(access.place(key), *given)
         self.access, self.key, self.name = access, key, f"{access.url}/{key}"
         self._given = (access, key)
+        self.atomic = access.atomic
         # What requests are sent as, until when, and with which credentials.
         self._request: tuple[RequestTarget, dict[str, str], float, int] | None = None
 

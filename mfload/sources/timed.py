@@ -7,6 +7,7 @@ import math
 import socket
 import ssl
 import time
+from collections.abc import Callable
 from typing import Any
 
 
@@ -23,6 +24,7 @@ class Timed(io.RawIOBase):
 
     def __init__(self, connection: socket.socket, owner: Any = None) -> None:
         self._connection, self._owner = connection, owner
+        self.expect(math.inf, float)
         self.allow(0)
 
     def allow(
@@ -45,6 +47,13 @@ class Timed(io.RawIOBase):
         self._until, self._came, self._left = now + seconds, 0, nbytes
         self._late = False
 
+    def expect(self, seconds: float, late: Callable[[], float]) -> None:
+        """Has a function called if a read ends later than in so many seconds.
+
+        It raises an error of its own, or returns the seconds until it is called again.
+        """
+        self._expected, self._at_expected = time.monotonic() + seconds, late
+
     def readable(self) -> bool:
         """It is."""
         return True
@@ -61,11 +70,14 @@ class Timed(io.RawIOBase):
             raise TimeoutError("it took too long")
         # What is there by now is taken once: this thread may have been held up.
         self._late = left <= 0
-        self._connection.settimeout(max(0.0, left))
+        self._connection.settimeout(max(0.0, min(left, self._expected - now)))
         try:
             got = self._connection.recv_into(buffer)
-        except (BlockingIOError, ssl.SSLWantReadError):
-            raise TimeoutError("it took too long") from None
+        except (TimeoutError, BlockingIOError, ssl.SSLWantReadError):
+            if now + left < self._expected:
+                raise TimeoutError("it took too long") from None
+            self.expect(self._at_expected(), self._at_expected)
+            return self.readinto(buffer)
         self._came += got
         if self._left is not None:
             self._left -= got

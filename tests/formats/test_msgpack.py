@@ -154,7 +154,7 @@ def test_arrays_are_passed_over(tmp_path: Path) -> None:
     source, taken = MemorySource(path.read_bytes()), 0
 
     class Counting:
-        name, size = str(path), source.size
+        name, size, costs = str(path), source.size, source.costs
 
         def read(self, offset: int, nbytes: int) -> bytes:
             nonlocal taken
