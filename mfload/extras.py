@@ -23,6 +23,7 @@ EXTRAS = {
     "orbax": ("zstandard>=0.22",),
     "bench": ("matplotlib>=3.8",),
     "plot": ("matplotlib>=3.8",),
+    "stores": ("obstore>=0.8",),
 }
 """The requirements of each extra, as pyproject.toml has them."""
 

@@ -164,6 +164,7 @@ def test_the_metadata_says_what_people_look_for(metadata: Any) -> None:
         "peer",
         "orbax",
         "plot",
+        "stores",
     }
     assert set(metadata.get_all("Provides-Extra")) == names | {"bench", "all"}
     plain = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]

@@ -528,9 +528,9 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
 def _ask_ahead(files: Collection[str | Source]) -> None:
     """Sends the first requests to servers at once; a failure is met again where it is handled."""
 
-    def ask(source: Source) -> None:
+    def ask(source: Any) -> None:
         with suppress(errors.SourceError):
-            source.identity  # noqa: B018
+            source.ask_ahead() if hasattr(source, "ask_ahead") else source.identity
 
     sources.together(ask, (each for each in files if not isinstance(each, str)))
 

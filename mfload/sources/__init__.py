@@ -22,7 +22,11 @@ if TYPE_CHECKING:
 PathOrBytes = str | os.PathLike[str] | bytes | bytearray | memoryview | Source
 """A path, a URL, bytes in memory, or a source."""
 
-SCHEMES = {"http": "mfload.sources.http", "https": "mfload.sources.http"}
+SCHEMES = {
+    "http": "mfload.sources.http",
+    "https": "mfload.sources.http",
+    "s3": "mfload.sources.stores",
+}
 """Modules by the scheme of the URLs that their `open_url(url, options)` makes a source of."""
 
 CHECKPOINTS = {"peer": "mfload.peer.checkpoint"}

@@ -55,7 +55,7 @@ _EXPIRED = (400, 401, 403, 404, 410)  # What servers say to a signed URL whose t
 _RANGE = re.compile(r"bytes[ =]+(\d{1,18})-(\d{1,18})/(\d{1,18}|\*)", re.IGNORECASE)
 _TUNNEL = re.compile(r"Tunnel connection failed: (?=(\d+))")
 _PLAIN = re.compile(r"[!-~]+")
-_SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
+SAFE_NAME = re.compile(r'[^\x00-\x1f\x7f%?#\\"<>^`{|}]+')
 # Not encodings of what is stored: S3 keeps the first from an upload, others name a charset.
 _PLAIN_CONTENT = {"", "identity", "aws-chunked", "utf-8", "binary"}
 _PLAIN_BODY = ("Content-Encoding", _PLAIN_CONTENT), ("Transfer-Encoding", {"", "chunked"})
@@ -159,6 +159,7 @@ class HttpSource:
     """
 
     file, engine, costs = None, "http", COSTS
+    netrc = True  # Whether credentials may come from there.
 
     def __init__(
         self,
@@ -172,12 +173,13 @@ class HttpSource:
         self.limits = Timeouts(min(STALLED, self.patience))
         self.first = self.target = RequestTarget.of(url)
         self.headers = {name.title(): value for name, value in headers}
-        if "Authorization" not in self.headers:
+        if self.netrc and "Authorization" not in self.headers:
             self.headers |= from_netrc(self.first.host)
         self.client = _clients.setdefault(
             (*self.first[:3], tls), Client(tls, COSTS.concurrency or 0)
         )
         self._given, self._version, self._head = (url, headers, timeout, tls), version, b""
+        self._begun = False  # Whether the first bytes were asked for.
         self.whole = 0  # The size, of a server that does not say it beside a range.
         self._others = dict[str, dict[str, str]]()  # Headers for hosts that redirects lead to.
         self.unchecked = False  # Whether the file may have changed within an answer.
@@ -198,11 +200,23 @@ class HttpSource:
     def identity(self) -> Version:
         """The version that was seen first."""
         if self._version is None:
-            with self.open() as opened:
-                self._version, self._head = opened.first_answer()
-            if self.shard:
-                self.target = self.first
+            self.ask_ahead()
+        assert self._version is not None
         return self._version
+
+    def ask_ahead(self) -> None:
+        """Asks once for the first bytes, which hold most headers, and for the version."""
+        if self._begun:
+            return
+        with self.open() as opened:
+            version, head = opened.first_answer()
+        if self._version is None:
+            self._version = version
+        elif version != self._version:
+            opened.changed(version)
+        self._head, self._begun = head, True
+        if self.shard:
+            self.target = self.first
 
     @property
     def known_size(self) -> int:
@@ -218,6 +232,8 @@ class HttpSource:
         """Reads exactly that range (see `Source`)."""
         if offset + nbytes > self.size:
             raise shrunk(self.name, offset + nbytes, self.size)
+        if offset + nbytes <= _HEAD:
+            self.ask_ahead()
         head = self._head[offset : offset + nbytes]
         if len(head) == nbytes:
             return head
@@ -270,7 +286,7 @@ class HttpSource:
 
     def beside(self, name: str) -> HttpSource:
         """The file of that name in the same directory or below; the query stays the same."""
-        if not _SAFE_NAME.fullmatch(name) or name[0] == "/" or ".." in name.split("/"):
+        if not SAFE_NAME.fullmatch(name) or name[0] == "/" or ".." in name.split("/"):
             raise errors.UsageError("is not a plain name below its URL", found=name)
         path, mark, query = self.first.path.partition("?")
         path = f"{posixpath.dirname(path).rstrip('/')}/{quote(posixpath.normpath(name))}"
@@ -286,6 +302,18 @@ class HttpSource:
         if target.host not in self._others:
             self._others[target.host] = from_netrc(target.host, named=True)
         return self._others[target.host]
+
+    def signed(self, target: RequestTarget) -> tuple[RequestTarget, dict[str, str]]:
+        """Where a request for a target is sent, and with which headers; stores sign it."""
+        return target, self.headers_for(target)
+
+    def resend(self, answer: Answer, again: bool) -> bool:
+        """Whether a request is to be sent once more, signed anew; `again`: it was sent so.
+
+        Stores raise the error that a refusal's body names.
+        """
+        del answer, again
+        return False
 
     def follow(self, target: RequestTarget, location: str | None) -> RequestTarget:
         """Where a redirect leads; raises SourceError if it must not be followed."""
@@ -433,16 +461,24 @@ class HttpHandle(ClosedAtEnd):
                 if not opening:
                     version, _ = self._version(answer, first, last)
                     if version != source.identity:
-                        self._changed(version)
+                        self.changed(version)
             elif not (opening and empty):
                 self._refuse(answer, opening)
             yield answer
 
     def _found(self, span: str) -> Answer:
         """The answer from where redirects lead to."""
-        source, target, followed = self._source, self._source.target, 0
+        source, target, followed, again = self._source, self._source.target, 0, False
         while True:
             answer = self._send(target, span)
+            try:
+                if source.resend(answer, again):
+                    again = True
+                    answer.close()
+                    continue
+            except BaseException:
+                answer.close()
+                raise
             if answer.status in _MOVED:
                 answer.close()
                 followed += 1
@@ -458,8 +494,8 @@ class HttpHandle(ClosedAtEnd):
 
     def _send(self, target: RequestTarget, span: str | None) -> Answer:
         source, ranges = self._source, {} if span is None else {"Range": span}
-        headers = ranges | source.headers_for(target)
-        return source.client.ask(target[:3], target.path, headers, source.limits)
+        target, headers = source.signed(target)
+        return source.client.ask(target[:3], target.path, ranges | headers, source.limits)
 
     def _version(self, answer: Answer, first: int, last: int) -> tuple[Version, int]:
         """The version of the file, and bytes in the answer, which must be those asked for."""
@@ -488,7 +524,8 @@ class HttpHandle(ClosedAtEnd):
             )
         return Version(validator, size), stop - first
 
-    def _changed(self, found: object) -> NoReturn:
+    def changed(self, found: object) -> NoReturn:
+        """Raises SourceChangedError."""
         raise errors.SourceChangedError(
             "the file changed since its header was read",
             file=self._source.name,
@@ -504,10 +541,12 @@ class HttpHandle(ClosedAtEnd):
         found = _status(status)
         if status in _BUSY:
             raise _BusyError(found, answer.getheader("Retry-After", ""))
+        if status == 412:
+            self.changed(f"another version ({found})")
         if status == 416 and not opening:
-            self._changed(f"an end before that range ({found})")
+            self.changed(f"an end before that range ({found})")
         if status in _GONE and not opening:
-            self._changed(f"{_NO_FILE} ({found})")
+            self.changed(f"{_NO_FILE} ({found})")
         kind, what = _REFUSALS.get(status, (errors.SourceError, "the server refuses the request"))
         expected = "206 Partial Content" if status == 200 else None
         raise kind(what, file=self._source.name, expected=expected, found=found)

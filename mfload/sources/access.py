@@ -1,0 +1,344 @@
+"""Access to the objects of a bucket: signed requests, listings, and errors of what is refused.
+
+The package obstore finds the credentials, signs, and lists. Bytes are read by mfload's own HTTP
+client, which takes half the processor time of obstore's `get` with its copy into place.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial, wraps
+from typing import Any, NamedTuple, TypeVar
+
+from mfload import errors
+from mfload.runtime import Deadline
+from mfload.sources.http import PATIENCE, STALLED
+from mfload.sources.tls import Tls
+
+T = TypeVar("T")
+
+_RETRIES = 4
+_PAGE = 1000  # Objects in an answer to a listing.
+_TOGETHER = 5000  # Objects beside a missing one whose names are compared with its own.
+_STATUS = re.compile(r"non-2xx status code: (\d{3})")
+_REDIRECTED = "redirect without LOCATION"
+_CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
+_REGION = re.compile(r"<Region>([\w-]{1,32})</Region>")
+_ANSWER = "from mfload.sources import access; access.answer()"
+
+_home: int | None = None  # The process that has the threads of obstore.
+
+
+class Object(NamedTuple):
+    """An object of a listing."""
+
+    key: str
+    size: int
+    validator: str | None
+
+
+class Answered(NamedTuple):
+    """What a store answered in place of what it was asked for.
+
+    Attributes:
+        status: Of HTTP.
+        code: The store's name for what is wrong, such as NoSuchKey.
+        text: The body, which may quote credentials.
+        region: Where the bucket is, if the answer says so.
+    """
+
+    status: int
+    code: str = ""
+    text: str = ""
+    region: str | None = None
+
+    @staticmethod
+    def of(status: int, text: str, region: str | None = None) -> Answered:
+        """Takes a body apart."""
+        code, named = _CODE.search(text), _REGION.search(text)
+        region = region or (named[1] if named else None)
+        return Answered(status, code[1] if code else "", text, region)
+
+    def __str__(self) -> str:
+        return f"{self.status} {self.code}".rstrip()
+
+
+class Request(NamedTuple):
+    """What reads an object.
+
+    Attributes:
+        url: With its signature.
+        headers: Those that the signature needs, or a token.
+        seconds: For which it may be used.
+    """
+
+    url: str
+    headers: dict[str, str]
+    seconds: float
+
+
+def in_home(method: Callable[..., T]) -> Callable[..., T]:
+    """Has a method called in another process by forks, in which the threads of obstore are gone."""
+
+    @wraps(method)
+    def call(self: Access, *args: Any) -> T:
+        if _home in (None, os.getpid()):
+            return method(self, *args)
+        return _by_another(self, method.__name__, args)
+
+    return call
+
+
+class Access:
+    """The objects of one bucket; a class for each kind of store says how.
+
+    Pickles without what the environment gave: another process finds its own credentials.
+
+    Args:
+        url: The bucket's, such as `s3://bucket`.
+        settings: Names and values as obstore takes them.
+        timeout: Seconds that a request has. Default: `STALLED` without a byte.
+        tls: Certificates.
+
+    Attributes:
+        made: How often credentials were looked for.
+    """
+
+    def __init__(
+        self, url: str, settings: tuple[tuple[str, Any], ...], timeout: float | None, tls: Tls
+    ) -> None:
+        self.url, self.settings, self.timeout, self.tls = url, settings, timeout, tls
+        self.bucket = url.partition("://")[2]
+        self.made = 0
+        self._store: Any = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Access) and self.__reduce__() == other.__reduce__()
+
+    def __hash__(self) -> int:
+        return hash(self.url)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, self.settings, self.timeout, self.tls)
+
+    # -- what a kind of store says -------------------------------------------------------------
+
+    def make(self, settings: dict[str, Any]) -> Any:
+        """Makes the store of obstore."""
+        raise NotImplementedError
+
+    def place(self, key: str) -> str:
+        """The URL of an object, unsigned."""
+        raise NotImplementedError
+
+    def request(self, key: str) -> Request:
+        """What reads an object now; raises SourcePermissionError if there are no credentials."""
+        raise NotImplementedError
+
+    def pinned(self, validator: str) -> dict[str, str]:
+        """Headers of a request that only this version may answer."""
+        return {"If-Match": validator} if validator.startswith('"') else {}
+
+    def stale(self, said: Answered) -> bool:
+        """Whether credentials, a signature or a region may have been right before."""
+        del said
+        return False
+
+    def refused(self, said: Answered, key: str | None, name: str) -> errors.SourceError:
+        """The error of an answer.
+
+        Args:
+            key: The object that was asked for; None for a listing.
+            name: What the error is about, as the user wrote it.
+        """
+        raise NotImplementedError
+
+    # -- the store of obstore ------------------------------------------------------------------
+
+    @property
+    def store(self) -> Any:
+        """The bucket as obstore knows it.
+
+        Raises:
+            FrameworkMissingError: obstore is not installed, or what reads a profile is not.
+            UsageError: A setting is unknown or wrong.
+        """
+        if self._store is None:
+            self._store = self.made_of(dict(self.settings))
+            self.made += 1
+        return self._store
+
+    def made_of(self, settings: dict[str, Any]) -> Any:
+        """A store with these settings, and limits of time (see `store`)."""
+        each = timedelta(seconds=self.seconds)
+        client: dict[str, Any] = {"allow_http": True, "timeout": each, "connect_timeout": each}
+        if self.tls.ca_file is not None:
+            with open(self.tls.ca_file, "rb") as file:
+                client["root_certificate"] = file.read()
+        client |= dict(settings.get("client_options") or {})
+        retries = {"max_retries": _RETRIES, "retry_timeout": each}
+        failures = (obstore().exceptions.BaseError, ValueError, TypeError)
+        try:
+            return self.make({"retry_config": retries} | settings | {"client_options": client})
+        except errors.MfloadError:
+            raise
+        except failures as error:
+            what = f"the settings of the store are invalid: {reason(error)}"
+            raise errors.UsageError(what, file=self.url, expected="as obstore takes them") from None
+
+    @property
+    def seconds(self) -> float:
+        """That a request has."""
+        return min(STALLED, PATIENCE if self.timeout is None else self.timeout)
+
+    def renew(self, made: int, said: Answered) -> None:
+        """Has credentials looked for again, unless they were since the store was `made`."""
+        del said
+        if made == self.made:
+            self._store = None
+
+    def bounded(self, call: Callable[[], T], what: str) -> T:
+        """Waits for a call of obstore, for as long as its tries take at most.
+
+        Raises LoadTimeoutError. An interrupt ends the waiting.
+        """
+        return Deadline(4 * self.seconds).bound(call, what, self.url, apart=True)
+
+    # -- listings ------------------------------------------------------------------------------
+
+    @in_home
+    def objects(self, prefix: str, most: int) -> list[Object] | None:
+        """Objects below a prefix, of any depth; None if they are more than so many."""
+        return self._listed(partial(self._objects, prefix, most), prefix)
+
+    def _objects(self, prefix: str, most: int) -> list[Object] | None:
+        pages = obstore().list(self.store, prefix or None, chunk_size=_PAGE)
+        found = list[Object]()
+        while page := self.bounded(lambda: next(pages, None), "listing the store"):
+            found += map(_object, page)
+            if len(found) > most:
+                return None
+        return found
+
+    @in_home
+    def level(self, prefix: str) -> tuple[list[str], list[Object]]:
+        """Prefixes and objects directly below a prefix."""
+
+        def call() -> tuple[list[str], list[Object]]:
+            ask = partial(obstore().list_with_delimiter, self.store, prefix or None)
+            found = self.bounded(ask, "listing the store")
+            return list(found["common_prefixes"]), [_object(each) for each in found["objects"]]
+
+        return self._listed(call, prefix)
+
+    def _listed(self, call: Callable[[], T], prefix: str) -> T:
+        """Calls what lists, once more with new credentials if the first are out of date."""
+        again, name = False, f"{self.url}/{prefix}"
+        while True:
+            made = self.made
+            try:
+                return call()
+            except errors.MfloadError:
+                raise
+            except (obstore().exceptions.BaseError, OSError, ValueError) as error:
+                said = self.said(str(error))
+                if said is None:
+                    raise self.unanswered(error, name) from None
+                if again or not self.stale(said):
+                    raise self.refused(said, None, name) from None
+                self.renew(made, said)
+                again = True
+
+    def said(self, text: str) -> Answered | None:
+        """The answer that an error of obstore quotes; None if there was none."""
+        found = _STATUS.search(text)
+        if _REDIRECTED in text:
+            return Answered(301)
+        return Answered.of(int(found[1]), text) if found else None
+
+    def unanswered(self, error: BaseException, name: str) -> errors.SourceError:
+        """The error of a store that did not answer."""
+        what = f"could not read from the store: {reason(error)}"
+        return errors.ReadError(what, file=name, found=_deepest(str(error)))
+
+    def near(self, key: str) -> str:
+        """`, did you mean 'x'?` with a name that lies beside a key; empty if none is near."""
+        directory, _, name = key.rpartition("/")
+        try:
+            prefixes, objects = self.level(directory)
+        except errors.MfloadError:
+            return ""
+        beside = [*prefixes, *(each.key for each in objects)][:_TOGETHER]
+        return errors.did_you_mean(name, [each.rstrip("/").rpartition("/")[2] for each in beside])
+
+
+def obstore() -> Any:
+    """The package; raises FrameworkMissingError if it is not installed."""
+    global _home
+    try:
+        for name in ("obstore.exceptions", "obstore.store"):
+            importlib.import_module(name)
+    except ImportError as error:
+        what = "object stores are read with the package obstore, which is not installed"
+        raise errors.missing(what, "stores") from error
+    _home = _home or os.getpid()
+    return sys.modules["obstore"]
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error of obstore, without queries of URLs."""
+    text = str(error).partition("\n")[0]
+    return errors.shown(re.sub(r"\?[^\s'\"]*", "?…", text), 200)
+
+
+def _deepest(text: str) -> str | None:
+    """The last cause that an error of obstore names, such as that of a connection."""
+    causes = re.findall(r'(?:error|message|kind|source): "([^"?]{1,200})"', text)
+    return causes[-1] if causes else None
+
+
+def _object(meta: Any) -> Object:
+    validator = meta["e_tag"]
+    if validator and not validator.endswith('"'):  # Some list them without quotes.
+        validator = f'"{validator}"'
+    return Object(meta["path"], meta["size"], validator)
+
+
+def _by_another(access: Access, method: str, args: tuple[Any, ...]) -> Any:
+    """What a method gives in a fresh interpreter, or raises there."""
+    try:
+        asked = pickle.dumps((access, method, args))
+    except (pickle.PicklingError, AttributeError, TypeError):
+        what = "the settings of the store can't be used in a fork: start processes by spawn"
+        raise errors.UsageError(what, file=access.url) from None
+    path = os.pathsep.join(filter(None, sys.path))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _ANSWER], input=asked, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": path},
+            check=True,
+        )  # fmt: skip
+        value, error = pickle.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, EOFError, pickle.UnpicklingError) as failure:
+        what = "a fork could not ask the store by another process: start processes by spawn"
+        raise errors.SourceError(what, file=access.url, found=type(failure).__name__) from None
+    if error is not None:
+        raise error
+    return value
+
+
+def answer() -> None:
+    """Calls the method that standard input names, and writes what it gives or raises."""
+    access, method, args = pickle.load(sys.stdin.buffer)
+    try:
+        done = getattr(access, method)(*args), None
+    except errors.MfloadError as error:
+        done = None, error
+    sys.stdout.buffer.write(pickle.dumps(done))
