@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 import secrets
-import stat
 from collections.abc import Generator
 
 from mfload import errors
@@ -21,6 +21,8 @@ from mfload.saving import manifests
 from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft, written
 from mfload.saving.publishing import SaveTarget
+from mfload.sources.base import Source
+from mfload.sources.directories import Directory, LocalDirectory
 
 _CONFIG = "config.json"  # Ends a name in the directory of a model, such as adapter_config.json.
 _BROUGHT = re.compile(
@@ -31,44 +33,55 @@ _LARGEST = 64 << 20
 _MOST = 256  # Files.
 
 
-def find(source: CheckpointFiles, target: str) -> tuple[list[str], list[str]]:
-    """Paths of the files beside a checkpoint that go with it to a directory, and notes.
+def find(source: CheckpointFiles, target: str) -> tuple[list[Source], list[str]]:
+    """The files beside a checkpoint that go with it to a directory, and notes.
 
     Raises SourceError if the directory can't be listed.
     """
-    directory = source.name or ""
-    if not os.path.isdir(directory):  # An index, or a file, which may be one shard of several.
-        directory, name = os.path.split(os.path.abspath(directory))
-        if source.index_file is None and f"{discovery.stem(name)}{discovery.SUFFIX}" != name:
-            return [], []
-    if source.directory is not None or not os.path.isdir(directory):
+    directory = _directory(source)
+    if source.directory is not None or directory is None:
         return [], []
-    try:
-        names = sorted(os.listdir(directory))
-        same = os.path.realpath(directory) == os.path.realpath(target)
-        if same or not any(name.endswith(_CONFIG) for name in names):
-            return [], []
-        names = [n for n in names if _BROUGHT.fullmatch(n) and not n.endswith(_LEFT)]
-    except OSError as error:
-        raise errors.from_os(error, directory, "look at what lies beside the weights") from error
-    status: dict[str, os.stat_result] = {}
-    for path in (os.path.join(directory, name) for name in names):
-        # Links are followed: the cache of the Hugging Face client is made of them. One that leads
-        # nowhere is no file.
-        with contextlib.suppress(OSError):
-            status[path] = os.stat(path)
-    files = [path for path, found in status.items() if stat.S_ISREG(found.st_mode)]
-    fitting = [path for path in files if status[path].st_size <= _LARGEST][:_MOST]
-    left = [os.path.basename(path) for path in files if path not in fitting]
+    names = directory.names()
+    same = isinstance(directory, LocalDirectory) and _same(directory.name, target)
+    if same or not any(name.endswith(_CONFIG) for name in names):
+        return [], []
+    names = [n for n in names if _BROUGHT.fullmatch(n) and not n.endswith(_LEFT)]
+    # Links are followed: the cache of the Hugging Face client is made of them. One that leads
+    # nowhere is no file.
+    files = [directory.file(name) for name in names if directory.is_file(name)]
+    fitting = [file for file in files if file.size <= _LARGEST][:_MOST]
+    left = [posixpath.basename(file.name) for file in files if file not in fitting]
     note = f"not copied, for more than {human(_LARGEST)} or {_MOST} files: {', '.join(left[:8])}"
     return fitting, [note] if left else []
+
+
+def _directory(source: CheckpointFiles) -> Directory | None:
+    """The directory of a checkpoint; None if there is none, or if the files are a part of it."""
+    if source.folder is not None:
+        return source.folder
+    name = source.name or ""
+    if os.path.isdir(name):
+        return LocalDirectory(name)
+    # An index, or a file, which may be one shard of several.
+    one = posixpath.basename(name)
+    if source.index_file is None and f"{discovery.stem(one)}{discovery.SUFFIX}" != one:
+        return None
+    first = source.index or next(iter(source.files), "")
+    if not isinstance(first, str) and first.file is None:
+        return getattr(first, "directory", None)
+    directory = os.path.dirname(os.path.abspath(name))
+    return LocalDirectory(directory) if os.path.isdir(directory) else None
+
+
+def _same(directory: str, target: str) -> bool:
+    return os.path.realpath(directory) == os.path.realpath(target)
 
 
 class Beside:
     """Copies of files beside the weights, on their way to a directory.
 
     Args:
-        files: Paths of the files.
+        files: Sources of the files.
         target: Where the weights go.
 
     Attributes:
@@ -78,8 +91,8 @@ class Beside:
         TargetExistsError: Another file has one of the names, and may not be replaced.
     """
 
-    def __init__(self, files: list[str], target: SaveTarget) -> None:
-        self.names = list(map(os.path.basename, files))
+    def __init__(self, files: list[Source], target: SaveTarget) -> None:
+        self.names = [posixpath.basename(file.name) for file in files]
         self._target, self._drafts = target, dict[str, Draft]()
         self._place = place = target.place
         self._files = {place.at(name): file for name, file in zip(self.names, files, strict=True)}
@@ -124,15 +137,8 @@ class Beside:
             raise
 
 
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            raw = file.read(_LARGEST + 1)
-    except OSError as error:
-        raise errors.from_os(error, path, "read") from error
-    if len(raw) > _LARGEST:
-        raise errors.SourceChangedError("the file grew while it was copied", file=path)
-    return raw
+def _read(file: Source) -> bytes:
+    return file.read(0, file.size)
 
 
 def _holds(path: str, raw: bytes) -> bool | None:

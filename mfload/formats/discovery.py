@@ -57,6 +57,7 @@ class CheckpointFiles:
         directory: What reads a checkpoint that is a directory, `name`, or stands for several
             sources, given the number of the first (see `DirectoryFormat.read_directory`). It knows
             the files, and they are here once it was read.
+        folder: The directory that was given, where files of weights were found in it.
         notes: What a user should know of them.
     """
 
@@ -71,10 +72,11 @@ class CheckpointFiles:
         index: Source | None = None,
         total: Any = None,
         directory: Callable[[int], Any] | None = None,
+        folder: Directory | None = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
         self.name, self.index, self.total = name, index, total
-        self.directory = directory
+        self.directory, self.folder = directory, folder
 
     @property
     def names(self) -> list[str]:
@@ -332,7 +334,9 @@ def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> C
             return CheckpointFiles([], name=place.name, directory=read)
     indexes, files = _names(directory, names)
     if len(indexes) == 1:
-        return from_index(directory.file(indexes[0]))
+        found = from_index(directory.file(indexes[0]))
+        found.folder = directory
+        return found
     if not indexes and not files:
         from mfload.formats import hints
 
@@ -375,7 +379,9 @@ def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> C
             if number not in numbers
         ]
     places = [directory.at(name) for name in files]
-    return CheckpointFiles(places, missing=tuple(missing), name=directory.name)
+    return CheckpointFiles(
+        places, missing=tuple(missing), name=directory.name, folder=directory
+    )
 
 
 def _choice(total: int | None, names: Collection[str]) -> str:

@@ -113,6 +113,11 @@ class StoreSource(HttpSource):
         beside.shard = True
         return beside
 
+    @property
+    def directory(self) -> StoreDirectory:
+        """The directory that the object is in."""
+        return StoreDirectory(self.access, posixpath.dirname(self.key), shallow=True)
+
     def signed(self, target: RequestTarget) -> tuple[RequestTarget, dict[str, str]]:
         """The signed URL of the object, and the version that alone may be sent."""
         del target
