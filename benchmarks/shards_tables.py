@@ -164,7 +164,7 @@ def draw_choice(path: Path) -> None:
     for axes, (title, (platform, source)) in zip(panels, kinds.items(), strict=True):
         backend: Any = SimpleNamespace(platform=lambda p=platform: p)
         backend.transport = TorchBackend.transport if platform == "cpu" else base.GLOO
-        price, _ = mesh_load.price(backend, [source] if source else [])
+        price, _ = mesh_load.price(backend, 2.0 if source else 1.0)
         bars: list[Bar] = []
         for layout in layouts:
             requests, sources = _requests(layout), [source] if source else []

@@ -412,12 +412,16 @@ def cores() -> int:
 
 
 _beside = 1
+_among = 0
 
 
-def set_local_processes(count: int) -> None:
-    """Says how many processes of the same program run here, where no launcher does."""
-    global _beside
-    _beside = count
+def set_local_processes(count: int, rank: int = 0) -> None:
+    """Says how many processes of the same program run here, where no launcher does.
+
+    `rank` is the number of this one among them.
+    """
+    global _beside, _among
+    _beside, _among = count, rank
 
 
 def local_processes() -> int:
@@ -427,6 +431,12 @@ def local_processes() -> int:
     """
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(said) if said.isdecimal() else _beside)
+
+
+def local_rank() -> int:
+    """The number of this process among those (see `local_processes`): LOCAL_RANK, if it is set."""
+    said = os.environ.get("LOCAL_RANK", "")
+    return (int(said) if said.isdecimal() else _among) % local_processes()
 
 
 def share_of_cores() -> int:

@@ -116,7 +116,8 @@ class Weights:
         if distributed.is_initialized():
             # No launcher of theirs says how many run here: on a host with GPUs one for each.
             world = distributed.get_world_size()
-            set_local_processes(min(world, torch.cuda.device_count() or world))
+            here = min(world, torch.cuda.device_count() or world)
+            set_local_processes(here, distributed.get_rank() % here)
         if self.once:
             if not distributed.is_initialized():
                 what, expected = "exchange='once' needs a process group", "torch.distributed"

@@ -26,6 +26,7 @@ from mfload.sources.base import Source
 T = TypeVar("T")
 
 _NAME = attrgetter("name")
+_HEAD = 64 << 10  # Bytes of a file that are fetched at once with the first of the others.
 _NO_DTYPE, _NO_PIECE = dtypes.TABLE["U8"], Piece(-1, 0, 0)  # Of what is known by name alone.
 
 
@@ -486,9 +487,10 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
         seen.sources += found.files
         seen.tensors.add(rows)
         return seen
-    if len(found.files) > 1:
-        _ask_ahead(found.files)
-    for file in found.files:
+    files: Sequence[str | Source] = found.files
+    if len(files) > 1:
+        files = _ask_ahead(files)
+    for file in files:
         try:
             source = sources.local_file(file) if isinstance(file, str) else file
             if source is not file and len(found.files) > 1:
@@ -525,14 +527,24 @@ def read_headers(found: CheckpointFiles, first: int = 0, *, every: bool = False)
     return seen
 
 
-def _ask_ahead(files: Collection[str | Source]) -> None:
-    """Sends the first requests to servers at once; a failure is met again where it is handled."""
+def _ask_ahead(files: Sequence[str | Source]) -> Sequence[str | Source]:
+    """Sends the first requests to servers and network disks at once.
+
+    A failure is met again where it is handled. Returns the files; those of a network disk are
+    sources, which stay open.
+    """
 
     def ask(source: Any) -> None:
         with suppress(errors.SourceError):
             source.ask_ahead() if hasattr(source, "ask_ahead") else source.identity
+            if source.file is not None:
+                source.read(0, min(source.size, _HEAD))  # For the page cache.
 
+    if isinstance(files[0], str) and sources.local_file(files[0], now=False).costs.concurrency:
+        made = (sources.local_file(e, now=False) if isinstance(e, str) else e for e in files)
+        files = list(made)
     sources.together(ask, (each for each in files if not isinstance(each, str)))
+    return files
 
 
 def _compare_index(seen: Headers, placed: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from mfload.io import buffers
 from mfload.io.buffers import IOV_MAX, PAGE, WorkerSlot
 from mfload.planning.blocks import Block, Copy, Rows, Segment
+from mfload.sources import together
 from mfload.sources.base import Source
 
 FETCHED = 256 << 10
@@ -133,11 +134,14 @@ def read_ahead(sources: Sequence[Source]) -> list[Source]:
     Returns the sources that were not kept open before.
     """
     began = [source for source in sources if not getattr(source, "keeps", False)]
-    for source in sources:
+
+    def ahead(source: Source) -> None:
         source.keep(True)
         # Of very many files this one may not be kept.
         with source.open() as opened, suppress(OSError):
             os.posix_fadvise(opened.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    together(ahead, sources)  # A network disk takes time to open each.
     return began
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mfload.io import buffers
 from mfload.runtime import local_processes
-from mfload.sources import check_engine
+from mfload.sources import at_once, check_engine
 from mfload.sources.base import Source
 
 _ON_DEVICES = ("pinned", "gds")
@@ -75,7 +75,7 @@ def choose(
     inner, unit = engine, None
     if past is not None:
         inner, unit = "auto" if engine in _ON_DEVICES else engine, buffers.PAGE
-    legs = [_leg(source, nbytes, inner, page_cache, unit) for source, nbytes in wanted]
+    legs = _legs(wanted, inner, page_cache, unit)
     made = legs
     if (keeps or page_cache == "keep") and engine != "direct" and True in map(_DIRECT, legs):
         made = _next_load(legs, wanted, page_cache)
@@ -162,6 +162,39 @@ def _log(leg: Leg, asked: str, page_cache: str) -> None:
             level = logging.INFO if meant else logging.WARNING
             text = "%s: %s (%s)"
             logging.getLogger("mfload").log(level, text, leg.file, leg.engine, leg.why)
+
+
+def _legs(
+    wanted: Sequence[tuple[Source, int]], engine: str, page_cache: str, unit: int | None
+) -> list[Leg]:
+    """The leg of each file (see `_leg`); those of a network disk are opened at once."""
+    found = dict[int, Leg]()
+
+    def look(n: int) -> None:
+        source, nbytes = wanted[n]
+        leg, disk = _leg(source, nbytes, engine, page_cache, unit), getattr(source, "disk", None)
+        found[n] = leg if disk is None else _over_network(leg, disk, engine, page_cache)
+
+    # Of a server none is opened here.
+    waits = [source.costs.concurrency or 1 for source, _ in wanted if source.file is not None]
+    at_once(look, range(len(wanted)), min(waits, default=1))
+    return [found[n] for n in range(len(wanted))]
+
+
+def _over_network(leg: Leg, disk: Any, engine: str, page_cache: str) -> Leg:
+    """The leg of a file on a network disk: what is not known to be cached is waited for."""
+    why, direct = f"on {disk.name}: {leg.why}", leg.direct
+    if leg.engine == "mmap":
+        return leg._replace(why=f"{why}; slow there, since each page is waited for on its own")
+    if direct and not disk.direct:
+        if engine == "direct" or page_cache == "bypass":
+            return leg._replace(why=f"{why}; {disk.name} may read slowly past the page cache")
+        # A trial alone tells whether it does.
+        either = page_cache == "auto" and local_processes() == 1
+        why, direct = f"{why}, and O_DIRECT is not known to be good there", False
+        leg = Leg(leg.file, "pread", why, leg.cached, either=either)
+    cold = not direct and (leg.cached or 0) < _WARM
+    return leg._replace(why=why, direct=direct, cold=cold)
 
 
 def _leg(source: Source, nbytes: int, engine: str, page_cache: str, unit: int | None = None) -> Leg:

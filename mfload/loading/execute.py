@@ -17,7 +17,7 @@ from mfload.io.pread import PreadReader, read_ahead
 from mfload.io.route import Leg
 from mfload.planning.blocks import Block, Segment
 from mfload.planning.plan import Plan
-from mfload.runtime import Deadline, Start, share_of_cores
+from mfload.runtime import Deadline, Start, local_processes, local_rank, share_of_cores
 from mfload.sources import together
 from mfload.sources.base import Source
 
@@ -146,7 +146,7 @@ class Transfer(NamedTuple):
     ) -> tuple[list[list[Pool]], Callable[[], object] | None]:
         """What is filled one after the other; and what the first round has to allocate."""
         memory, staging, allocate = self.memory, self.staging, self.allocate
-        blocks, note, rounds = self.plan.blocks, partial(_note, notes), list[list[Pool]]()
+        blocks, note, rounds = self._own_first(), partial(_note, notes), list[list[Pool]]()
         open_reader = partial(_reader, sources, self.route, self.trial, note)
         if staging is not None and any(map(staging.methods.devices, blocks)):
             from mfload.cuda.engine import onto_devices
@@ -171,6 +171,20 @@ class Transfer(NamedTuple):
         if mapped and self.observer is not None:
             rounds.append([(mapped, partial(_show, memory, self.observer), threads)])
         return rounds, allocate
+
+    def _own_first(self) -> Sequence[Block]:
+        """The blocks, of a network disk from another one on for each process of this machine.
+
+        What the others have begun with is in the page cache by the time that this one comes to it.
+        """
+        blocks, count = self.plan.blocks, local_processes()
+        if count == 1 or self.place is not None or not blocks:
+            return blocks
+        source = self.sources[blocks[0].source]
+        if source.file is None or not source.costs.concurrency:
+            return blocks
+        start = len(blocks) * local_rank() // count
+        return [*blocks[start:], *blocks[:start]]
 
     def _fill(
         self, pools: Sequence[Pool], threads: int, allocate: Callable[[], object] | None

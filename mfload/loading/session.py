@@ -31,7 +31,7 @@ from mfload.planning.memory import Ledger, Limits, Readers
 from mfload.planning.plan import Places, Plan, make_plan
 from mfload.planning.request import HOST, Allocation, Request, WholeTensors, names, sizes
 from mfload.runtime import Crew, gc_paused, usage
-from mfload.sources.base import Costs, Source
+from mfload.sources.base import CACHED, Costs, Source
 
 # What only some loads need is imported where it is used.
 if TYPE_CHECKING:
@@ -320,6 +320,8 @@ class Session:
             if leg.engine == "mmap":
                 self._mapped[number] = self._sources[number].size
         costs = self._sources[min(wanted)].costs if wanted else Costs()
+        if costs.concurrency and not cold and all(leg.cached is not None for leg in legs):
+            costs = CACHED  # Files of a network disk.
         if cold or self._options.check is not None:
             costs = costs._replace(row_gap=None)  # A disk reads on in less time than it turns.
         if self._options.check is not None:
@@ -362,8 +364,10 @@ class Session:
         if shared is not None and shared.trial is not None:
             self.trial = shared.trial
             return
-        through = asked or execute.reader_threads(False, count)
-        how = self.limits.costs.block, asked or max(_FEWEST_TRIED, count), self.threads
+        concurrency = self.limits.costs.concurrency
+        through = asked or execute.reader_threads(False, count, concurrency=concurrency)
+        fewest = max(_FEWEST_TRIED, count, (concurrency or 0) // 2)
+        how = self.limits.costs.block, asked or fewest, self.threads
         cold = any(map(_COLD, self.route.values()))
         self.trial = Trial(nbytes, *how, through if cold else None, past=self._direct)
         if shared is not None and shared.wanted is not None:

@@ -11,7 +11,7 @@ import sys
 import time
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +30,7 @@ from mfload.planning.request import HOST, Request, stored_bytes
 from mfload.planning.slicing import shape_of
 from mfload.progress import Progress, shown
 from mfload.report import Report, human
-from mfload.runtime import Deadline, gc_paused
+from mfload.runtime import Deadline, gc_paused, local_processes
 from mfload.sources.base import Source
 
 if TYPE_CHECKING:  # Only loads of several processes import them.
@@ -44,9 +44,12 @@ _PAGE = 4096  # The same on every host.
 # What a byte from another process costs on accelerators, in bytes read: assumed, since their links
 # are faster than disks.
 _PRICE = 0.2
-# What a byte from a server costs at least, in bytes read from the page cache: processor time over
-# the loopback.
-_REMOTE = 2
+# What a byte costs at least, in bytes read from the page cache. From a server: processor time over
+# the loopback. From a network disk: a FUSE of 2 ms a request gave a second, third to seventh part
+# on two cores, and of what it gives each process takes its share.
+# A store is read over a link that all processes of a machine share: a tenth or so of the page
+# cache's bytes a second on 10 Gbit, for each of them its part.
+_READ = {"": 1.0, "held": 2.0, "server": 2.0, "disk": 8.0, "store": 8.0}
 _WORTH = 1.1  # An exchange must save a tenth of what is read.
 _NARROWEST = 4096  # Bytes of a row,
 _DEVICE_ROW = 16 << 20  # and at most between devices, where it passes through no cache.
@@ -274,7 +277,7 @@ def agree_on_inputs(
 
 def _sample(source: Source, count: int) -> str:
     name = os.path.basename(source.name)
-    if source.costs.concurrency is not None:
+    if source.costs.concurrency is not None and source.file is None:
         return f"{name}: {source.identity}"  # Said by a server, and the same everywhere.
     last = max(0, source.size - _PAGE)
     digest = hashlib.sha256()
@@ -319,12 +322,11 @@ def _exchange(
     """The arrays of this process by an exchange, or None if each process reads its own; and why."""
     requests = {rank: requests.get(rank, []) for rank in group.ranks}
     options = loader.options
-    if options.exchange == "auto" and _remote(loader.sources):
-        # Seen by some processes alone: others may be on another machine than a seed.
-        held = "held" if held_on_devices(loader.sources) else ""
-        if "held" in group.gather("sources", held).values():
-            return None, _HELD
-    width, why = exchanged(requests, options, backend, loader.sources)
+    lying = told_where(group, loader.sources, options)
+    if options.exchange == "auto" and "held" in lying:
+        return None, _HELD
+    given = requests, options, backend, loader.sources, lying
+    width, why = exchanged(*given)
     if width is None:
         return None, why
     from mfload.mesh import redistribute
@@ -345,7 +347,7 @@ def _exchange(
             link.device = None if problems else device
             why += f"; bytes travel by the host: {problems[0]}" if problems else _BETWEEN
         if link.device is None and between(backend):
-            there, against = exchanged(requests, options, backend, loader.sources, by_host=True)
+            there, against = exchanged(*given, by_host=True)
             if there is None:  # What was worth it between devices is not so by the host.
                 return None, f"{against}; {why}"
         # Results wait in host memory until they are copied to a device that is not the host.
@@ -380,11 +382,13 @@ def exchanged(
     options: LoadOptions,
     backend: MeshBackend,
     sources: Sequence[Source],
+    lying: Collection[str] = (),
     *,
     by_host: bool = False,
 ) -> tuple[int | None, str]:
     """Bytes of a row if processes read for each other, else None; and why. Alike on all.
 
+    `lying` says where the sources lie for each process (see `_lying`). Default: as for this one.
     With `by_host`, bytes for devices travel by the host all the same.
 
     Raises MemoryLimitError if that is asked for and a round does not fit in the overhead.
@@ -397,9 +401,10 @@ def exchanged(
         return None, ""
     why = "exchange='once'"
     if not asked:
-        moved, known = price(backend, sources, by_host=by_host)
+        reading = _reading(lying or [_lying(sources)], len(requests))
+        moved, known = price(backend, reading, by_host=by_host)
         # Of rows in the page cache only what is wanted is touched, but a device gets whole blocks.
-        rows = _remote(sources) or backend.platform() != "cpu"
+        rows = reading > 1 or backend.platform() != "cpu"
         most, share, came = amounts(requests, rows=rows)
         why = (
             f"{human(most)} at most a process, or {human(share)} and {human(came)} exchanged, of "
@@ -426,13 +431,14 @@ def exchanged(
     return width, f"every byte is read by one process: {why}"
 
 
-def price(
-    backend: MeshBackend, sources: Sequence[Source], *, by_host: bool = False
-) -> tuple[float, str]:
-    """What a byte from another process costs, in bytes read of these sources; how that is known."""
+def price(backend: MeshBackend, reading: float, *, by_host: bool = False) -> tuple[float, str]:
+    """What a byte from another process costs, in bytes read of the sources; how that is known.
+
+    `reading`: What one of these costs, in bytes read from the page cache.
+    """
     if between(backend) and not by_host:
         return _PRICE, "assumed"
-    return _transport(backend).price / (_REMOTE if _remote(sources) else 1), "measured"
+    return _transport(backend).price / reading, "measured"
 
 
 def between(backend: MeshBackend) -> bool:
@@ -444,8 +450,51 @@ def _transport(backend: MeshBackend) -> base.ProcessTransport:
     return getattr(backend, "transport", base.GLOO)
 
 
-def _remote(sources: Sequence[Source]) -> bool:
-    return any(source.costs.concurrency is not None for source in sources)
+def told_where(
+    group: ProcessGroup, sources: Sequence[Source], options: LoadOptions
+) -> Collection[str]:
+    """Where the sources lie for each process (see `_lying`), if `exchanged` has to know.
+
+    Processes differ: others may be on another machine than a seed, or on the one whose disk they
+    see over the network.
+    """
+    if options.exchange != "auto":
+        return ()
+    return group.gather("sources", _lying(sources)).values()
+
+
+def _lying(sources: Sequence[Source]) -> str:
+    """Where sources lie: a "disk" of the network, a "store", a "server", or "held" on devices.
+
+    The disk comes with what is alike for processes that share what their machine caches of it; the
+    store, with what is alike for those that share its link.
+    """
+    if held_on_devices(sources):
+        return "held"
+    waited = [source for source in sources if source.costs.concurrency is not None]
+    if waited and all(getattr(source, "shared_link", False) for source in waited):
+        return f"store {os.uname().nodename}"
+    disks = [disk for source in waited if (disk := getattr(source, "disk", None)) is not None]
+    if len(disks) < len(waited) or not disks:
+        return "server" if waited else ""
+    return " ".join(["disk", *sorted({disk.place for disk in disks})])
+
+
+def _reading(lying: Collection[str], processes: int) -> float:
+    """What a byte of the sources costs, in bytes read from the page cache.
+
+    What one process has read of a network disk is there for the others of its machine.
+    """
+    kinds = {each.partition(" ")[0] for each in lying}
+    # Where each has told, or all are known to run here.
+    together = len(lying) == processes or local_processes() >= processes
+    if together and kinds == {"disk"} and len({*lying}) == 1:
+        return _READ[""]
+    if kinds == {"store"}:
+        known = len(lying) == processes
+        sharing = max(Counter(lying).values()) if known else min(processes, local_processes())
+        return _READ["store"] * sharing
+    return max(map(_READ.__getitem__, kinds))
 
 
 def amounts(requests: Requests, *, rows: bool) -> tuple[float, float, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from mfload import errors
@@ -31,6 +31,7 @@ class Sharded(Tensors):
         backend: MeshBackend,
         ranks: tuple[int, ...],
         report: Report | None,
+        lying: Collection[str] = (),
     ) -> None:
         self._job, self._backend, self._ranks = job, backend, ranks
         loader = job.loader
@@ -39,7 +40,7 @@ class Sharded(Tensors):
         self.late = not loader.adapter.devices  # Parts on several devices become one array there.
         if len(ranks) > 1:
             requests = {rank: job.requests.get(rank, []) for rank in ranks}
-            given = requests, self.options, backend, loader.sources
+            given = requests, self.options, backend, loader.sources, lying
             width, _ = mesh_load.exchanged(*given)
             self.ahead = width is None
             self.options = self.options.replace(exchange="never" if self.ahead else "once")
@@ -97,5 +98,7 @@ def stream(call: MeshCall, progress: Progress) -> Stream[Any]:
     ranks = call.backend.processes(call.asked)
     with mesh_load.together(call.backend, ranks, call.deadline) as group:
         chosen, job = mesh_load.prepared(call, group)
-        tensors = Sharded(job, chosen, call.backend, ranks, call.report)
+        told = None if group is None else (group, chosen.sources, chosen.options)
+        lying = () if told is None else mesh_load.told_where(*told)
+        tensors = Sharded(job, chosen, call.backend, ranks, call.report, lying)
     return streamed(tensors, progress)

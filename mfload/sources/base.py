@@ -151,6 +151,10 @@ class Costs(NamedTuple):
         return min(self.block, self.staged)
 
 
+CACHED = Costs(row_gap=4 << 10)
+"""What reading a file costs whose bytes lie in the page cache, or on a disk of this machine."""
+
+
 class Identity(NamedTuple):
     """What tells one version of a file from the next."""
 

@@ -17,11 +17,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mfload import errors
 from mfload.runtime import in_forks
-from mfload.sources.base import ClosedAtEnd, Costs, Identity, shrunk
+from mfload.sources.base import CACHED, ClosedAtEnd, Costs, Identity, shrunk
+
+if TYPE_CHECKING:  # Loads import it when they see a file that lies on no block device.
+    from mfload.sources.network import Disk
 
 # O_NONBLOCK: a FIFO put in a file's place must not hang the open.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -100,7 +103,7 @@ class LocalFile:
         SourceError: There is no file, or not a regular one.
     """
 
-    costs, engine = Costs(row_gap=4 << 10), "pread"
+    engine = "pread"
 
     def __init__(
         self, path: str | os.PathLike[str], identity: Identity | None = None, now: bool = True
@@ -112,6 +115,23 @@ class LocalFile:
             self.identity, self.size = identity, identity.size
         self.keeps = not now
         self.kept: _Kept | None = None
+
+    @property
+    def disk(self) -> Disk | None:
+        """The network disk that it lies on; None for any other."""
+        seen = vars(self).get("identity")
+        device: int | None = None if seen is None else seen.device
+        if device is not None and os.major(device):  # A block device.
+            return None
+        from mfload.sources import network  # Late: most files lie on one.
+
+        return network.disk(device, self.name)
+
+    @property
+    def costs(self) -> Costs:
+        """What reading it costs."""
+        disk = self.disk
+        return CACHED if disk is None else disk.costs
 
     def __getattr__(self, name: str) -> Any:
         if name not in ("identity", "size"):
@@ -129,9 +149,14 @@ class LocalFile:
         # `pread` makes the bytes itself: no buffer is cleared first and copied after.
         parts: list[bytes] = []
         opened = self.open()
+        again = True
         try:
             while nbytes:
-                part = os.pread(opened.fd, nbytes, offset)
+                try:
+                    part = os.pread(opened.fd, nbytes, offset)
+                except OSError as error:
+                    again = opened.renew(error, again)
+                    continue
                 if not part:
                     break
                 parts.append(part)
@@ -173,30 +198,26 @@ class LocalFile:
     def check(self) -> None:
         """Raises SourceChangedError if what lies at the path is another version of the file."""
         try:
-            found = _IDENTITY(os.stat(self.name))
+            if self.disk is None:
+                found = _IDENTITY(os.stat(self.name))
+            else:
+                from mfload.sources import network
+
+                found = network.status(self.name)
         except OSError as error:
-            raise errors.SourceChangedError(
-                "the file is gone since its header was read",
-                file=self.name,
-                expected=self.identity,
-                found=error.strerror,
-            ) from error
+            raise _gone(self.name, self.identity, error) from error
         if found != self.identity:
             self.compare(Identity(*found))
 
     def compare(self, found: Identity) -> None:
         """Raises SourceChangedError if `found` is not the version whose header was read."""
-        if not self.identity.matches(found):
-            raise errors.SourceChangedError(
-                "the file changed since its header was read",
-                file=self.name,
-                expected=self.identity,
-                found=found,
-            )
+        _compare(self.name, self.identity, found)
 
 
 class OpenFile(ClosedAtEnd):
     """A file while it is open (see `Handle`); `flags` are added to those it is opened with."""
+
+    _flags, _identity = 0, None
 
     def __init__(self, source: LocalFile, flags: int = 0) -> None:
         self.name = source.name
@@ -212,6 +233,7 @@ class OpenFile(ClosedAtEnd):
             except BaseException:
                 OpenFile.close(self)  # A `_Kept` would wait until the error is forgotten.
                 raise
+        self._flags, self._identity = flags, found
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector (see `Handle`); short reads are continued."""
@@ -219,9 +241,13 @@ class OpenFile(ClosedAtEnd):
         if len(vector) > 1:
             wanted = sum(part.nbytes for part in vector)
         least = wanted if least is None else least
-        done = 0
+        done, again = 0, True
         while done < least:
-            got = os.preadv(self.fd, vector, offset + done)
+            try:
+                got = os.preadv(self.fd, vector, offset + done)
+            except OSError as error:
+                again = self.renew(error, again)
+                continue
             done += got
             if done >= least:
                 break
@@ -232,6 +258,29 @@ class OpenFile(ClosedAtEnd):
                 vector = vector[1:]
             vector = [vector[0][got:], *vector[1:]]
         return done
+
+    def renew(self, error: OSError, again: bool = True) -> bool:
+        """Opens the file again by its path, once, if a server forgot it (ESTALE); returns False.
+
+        The descriptor keeps its number, which other threads may be reading from.
+
+        Raises:
+            OSError: `error`, if it is another one, or not `again`.
+            SourceChangedError: Another version lies at the path, or nothing.
+        """
+        seen: Identity | None = self._identity
+        if error.errno != errno.ESTALE or not again or seen is None:
+            raise error
+        try:
+            fd, found = _open(self.name, self._flags)
+        except errors.SourceNotFoundError as gone:
+            raise _gone(self.name, seen, error) from gone
+        try:
+            _compare(self.name, seen, found)
+            os.dup2(fd, self.fd, inheritable=False)
+        finally:
+            os.close(fd)
+        return False
 
     def close(self) -> None:
         """Closes the file; more than once does nothing."""
@@ -325,6 +374,18 @@ def _close_kept() -> None:
         if source is not None:
             source.kept = None
     _keepers.clear()
+
+
+def _compare(name: str, expected: Identity, found: Identity) -> None:
+    """Raises SourceChangedError if `found` is not the version whose header was read."""
+    if not expected.matches(found):
+        what = "the file changed since its header was read"
+        raise errors.SourceChangedError(what, file=name, expected=expected, found=found)
+
+
+def _gone(name: str, expected: Identity, error: OSError) -> errors.SourceChangedError:
+    what = "the file is gone since its header was read"
+    return errors.SourceChangedError(what, file=name, expected=expected, found=error.strerror)
 
 
 def _open(path: str, flags: int | None) -> tuple[int, Identity]:

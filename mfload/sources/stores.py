@@ -92,7 +92,7 @@ class StoreSource(HttpSource):
         version: The one that a listing gave. Default: the one that the first answer has.
     """
 
-    netrc = False
+    netrc, shared_link = False, True
 
     def __init__(self, access: Access, key: str, version: Version | None = None) -> None:
         super().__init__(access.place(key), (), access.timeout, access.tls, version)

@@ -637,7 +637,7 @@ class TestChoosing:
         arrays, note = mesh_load._exchange(requests, loader, *given)  # pyright: ignore[reportPrivateUsage]
         assert arrays is None
         assert note == "each process reads its own: a source holds it on devices"
-        assert said == ["" if rank else "held"]
+        assert said == ["server" if rank else "held"]
 
     def test_rows_are_never_exchanged(self) -> None:
         requests = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 2)
