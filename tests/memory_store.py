@@ -63,6 +63,7 @@ class MemoryStore:
 class ObjectSource:
     """An object as a `Source`."""
 
+    __module__ = "mfload.memory_store"  # Known to keep to the protocol, as those of mfload.
     file, engine, costs = None, "mem", COSTS
 
     def __init__(self, store: MemoryStore, key: str) -> None:
@@ -105,6 +106,10 @@ class ObjectSource:
     def check(self) -> None:
         if self._status() != self.identity:
             raise errors.SourceChangedError("the object was replaced", file=self.name)
+
+    @property
+    def directory(self) -> MemoryDirectory:
+        return MemoryDirectory(self.store, self.key.rpartition("/")[0])
 
     def beside(self, name: str) -> ObjectSource:
         return ObjectSource(self.store, f"{self.key.rpartition('/')[0]}/{name}")
