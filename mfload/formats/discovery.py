@@ -379,9 +379,7 @@ def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> C
             if number not in numbers
         ]
     places = [directory.at(name) for name in files]
-    return CheckpointFiles(
-        places, missing=tuple(missing), name=directory.name, folder=directory
-    )
+    return CheckpointFiles(places, missing=tuple(missing), name=directory.name, folder=directory)
 
 
 def _choice(total: int | None, names: Collection[str]) -> str:

@@ -6,6 +6,7 @@ A store that counts stands for all; the same calls on S3 are below.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,6 @@ PATHS = ["one.safetensors", "model", "model/", f"model/{INDEX}", "all.npz"]
 class TestEveryCall:
     @pytest.mark.parametrize("path", PATHS)
     @pytest.mark.parametrize("call", CALLS)
-    @pytest.mark.filterwarnings("ignore::UserWarning")
     def test_of_a_store(
         self, call: Callable[..., None], path: str, bucket: MemoryStore, local: Path, tmp_path: Path
     ) -> None:
@@ -255,10 +255,55 @@ class TestOnDemand:
         mfload.save(made, mem.folder / "b" / "m.safetensors")
         given: Any = {"up": r"layers\.(\d+)\.fc1\.weight", "down": r"layers\.(\d+)\.fc2\.weight"}
         ondemand.bundle("mem://b/m.safetensors", tmp_path / "f.safetensors", **given)
+        mfload.align(tmp_path / "f.safetensors", mem.folder / "b" / "f.safetensors")
+        with ondemand.NeuronCache("mem://b/f.safetensors") as cache, cache.use(1, [3, 5]) as part:
+            rows = made["layers.1.fc1.weight"][part.rows]
+            np.testing.assert_array_equal(part.up, rows)
         ondemand.unbundle(tmp_path / "f.safetensors", tmp_path / "u.safetensors")
         found = mfload.load(tmp_path / "u.safetensors", "numpy")
         for name, array in made.items():
             np.testing.assert_array_equal(found[name], array)
+
+    def test_layers_of_a_store(self, bucket: MemoryStore) -> None:
+        with ondemand.LayerStream("mem://b/model") as layers:
+            found = {name: np.array(array) for _, each in layers for name, array in each.items()}
+        _same(found)
+
+
+class TestSeams:
+    @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+    def test_distributed_checkpoint(self, bucket: MemoryStore) -> None:
+        import torch
+        import torch.distributed.checkpoint as dcp
+
+        from mfload.compat.dcp import HuggingFaceReader
+
+        state = {name: torch.zeros(64, 64) for name in MODEL}
+        dcp.load(state, storage_reader=HuggingFaceReader("mem://b/model"), no_dist=True)
+        _same({name: tensor.numpy() for name, tensor in state.items()})
+
+    def test_safe_open(self, bucket: MemoryStore) -> None:
+        from mfload.compat.safetensors import safe_open
+
+        with safe_open("mem://b/one.safetensors", "np") as opened:
+            _same({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+
+    def test_serve(self, bucket: MemoryStore) -> None:
+        from mfload.peer import serve
+
+        held, _ = serve.stored("mem://b/model")
+        assert {each.name for each in held} == set(MODEL)
+
+    def test_doctor(self, bucket: MemoryStore, capsys: pytest.CaptureFixture[str]) -> None:
+        cli.run(["doctor", "mem://b/model"])
+        assert "mem://b/model/model-00001-of-00003.safetensors (not a" in capsys.readouterr().out
+
+    @pytest.mark.parametrize("how", ["--quick", "--random"])
+    def test_bench_refuses_it(
+        self, how: str, bucket: MemoryStore, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert cli.run(["bench", "mem://b/model", how]) == 2
+        assert "expected: a path" in capsys.readouterr().err
 
 
 class TestErrors:
@@ -266,14 +311,18 @@ class TestErrors:
         with pytest.raises(errors.SourceNotFoundError, match="mem://b/no"):
             mfload.load("mem://b/no", "numpy")
 
+    @pytest.mark.parametrize("path", ["m.safetensors", "model"])
+    def test_without_obstore(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "obstore", None)
+        with pytest.raises(errors.FrameworkMissingError, match="pip install 'obstore"):
+            mfload.load(f"s3://bucket/{path}", "numpy")
+
     def test_a_missing_shard(self, bucket: MemoryStore) -> None:
         (bucket.folder / "b/model/model-00002-of-00003.safetensors").unlink()
         with pytest.raises(errors.ShardNotFoundError, match="model-00002"):
             mfload.load("mem://b/model", "numpy")
 
-    def test_an_object_replaced_between_headers_and_data(
-        self, bucket: MemoryStore, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_object_replaced_between_headers_and_data(self, bucket: MemoryStore) -> None:
         with mfload.open("mem://b/one.safetensors", "numpy") as opened:
             opened.keys()
             mfload.save(MODEL, bucket.folder / "b/one.safetensors", overwrite=True)

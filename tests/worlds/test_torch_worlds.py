@@ -12,7 +12,7 @@ import serving
 import torch_cases
 from world import model
 
-from mfload.sources.http import COSTS, _HEAD as HEAD  # pyright: ignore[reportPrivateUsage]
+from mfload.sources.http import _HEAD as HEAD, COSTS  # pyright: ignore[reportPrivateUsage]
 
 SCRIPT = Path(__file__).with_name("torch_cases.py")
 PEERS = ["peers:rows:columns", "peers:columns:replicated", "peers:replicated:rows"]
