@@ -313,7 +313,8 @@ class TestErrors:
 
     @pytest.mark.parametrize("path", ["m.safetensors", "model"])
     def test_without_obstore(self, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "obstore", None)
+        for name in ("obstore", "obstore.exceptions", "obstore.store"):
+            monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(errors.FrameworkMissingError, match="pip install 'obstore"):
             mfload.load(f"s3://bucket/{path}", "numpy")
 
