@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import posixpath
 import re
 import secrets
 from collections.abc import Generator
@@ -21,7 +22,7 @@ from mfload.saving.attributes import Attributes
 from mfload.saving.drafts import Draft, written
 from mfload.saving.publishing import SaveTarget
 from mfload.sources.base import Source
-from mfload.sources.directories import LocalDirectory
+from mfload.sources.directories import Directory, LocalDirectory
 
 _CONFIG = "config.json"  # Ends a name in the directory of a model, such as adapter_config.json.
 _BROUGHT = re.compile(
@@ -37,40 +38,50 @@ def find(source: CheckpointFiles, target: str) -> tuple[list[Source], list[str]]
 
     Raises SourceError if the directory can't be listed.
     """
-    place = source.place
-    if place is None:  # An index, or a file, which may be one shard of several.
-        directory, name = os.path.split(os.path.abspath(source.name or ""))
-        alone = f"{discovery.stem(name)}{discovery.SUFFIX}" == name
-        if not os.path.isdir(directory) or (source.index_file is None and not alone):
-            return [], []
-        place = LocalDirectory(directory)
-    same = os.path.realpath(place.name) == os.path.realpath(target)
-    if source.directory is not None or same:
+    directory = _directory(source)
+    if source.directory is not None or directory is None:
         return [], []
-    names = place.names()
-    if not any(name.endswith(_CONFIG) for name in names):
+    names = directory.names()
+    same = isinstance(directory, LocalDirectory) and _same(directory.name, target)
+    if same or not any(name.endswith(_CONFIG) for name in names):
         return [], []
-    files = list[Source]()
-    for name in names:
-        if _BROUGHT.fullmatch(name) and not name.endswith(_LEFT) and place.is_file(name):
-            # Links are followed: the cache of the Hugging Face client is made of them.
-            with contextlib.suppress(errors.SourceError):
-                files.append(place.file(name))
+    names = [n for n in names if _BROUGHT.fullmatch(n) and not n.endswith(_LEFT)]
+    # Links are followed: the cache of the Hugging Face client is made of them. One that leads
+    # nowhere is no file.
+    files = [directory.file(name) for name in names if directory.is_file(name)]
     fitting = [file for file in files if file.size <= _LARGEST][:_MOST]
-    left = [_name(file) for file in files if file not in fitting]
+    left = [posixpath.basename(file.name) for file in files if file not in fitting]
     note = f"not copied, for more than {human(_LARGEST)} or {_MOST} files: {', '.join(left[:8])}"
     return fitting, [note] if left else []
 
 
-def _name(file: Source) -> str:
-    return os.path.basename(file.name)
+def _directory(source: CheckpointFiles) -> Directory | None:
+    """The directory of a checkpoint; None if there is none, or if the files are a part of it."""
+    if source.folder is not None:
+        return source.folder
+    name = source.name or ""
+    if os.path.isdir(name):
+        return LocalDirectory(name)
+    # An index, or a file, which may be one shard of several.
+    one = posixpath.basename(name)
+    if source.index_file is None and f"{discovery.stem(one)}{discovery.SUFFIX}" != one:
+        return None
+    first = source.index or next(iter(source.files), "")
+    if not isinstance(first, str) and first.file is None:
+        return getattr(first, "directory", None)
+    directory = os.path.dirname(os.path.abspath(name))
+    return LocalDirectory(directory) if os.path.isdir(directory) else None
+
+
+def _same(directory: str, target: str) -> bool:
+    return os.path.realpath(directory) == os.path.realpath(target)
 
 
 class Beside:
     """Copies of files beside the weights, on their way to a directory.
 
     Args:
-        files: The files.
+        files: Sources of the files.
         target: Where the weights go.
 
     Attributes:
@@ -81,7 +92,7 @@ class Beside:
     """
 
     def __init__(self, files: list[Source], target: SaveTarget) -> None:
-        self.names = list(map(_name, files))
+        self.names = [posixpath.basename(file.name) for file in files]
         self._target, self._drafts = target, dict[str, Draft]()
         self._place = place = target.place
         self._files = {place.at(name): file for name, file in zip(self.names, files, strict=True)}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mfload import dtypes, errors
+from mfload import dtypes, errors, sources
 from mfload.checking import beside, copying, manifest, renaming
 from mfload.checking.beside import Beside
 from mfload.checking.checksums import Hasher, refuse
@@ -92,6 +92,8 @@ class _Rewrite:
     """
 
     def __init__(self, source: Any, target: Any, wishes: RewriteWishes, how: LoadOptions) -> None:
+        if sources.is_url(source) and not sources.is_checkpoint(source):
+            source = sources.place(source, how)  # Lists a directory of a store once.
         self.wishes, self._source, self._how = wishes, source, how
         self.index, self.sources = checkpoint.read_every(source, how)
         self.found = found = discovery.find(source, how)

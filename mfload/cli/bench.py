@@ -137,6 +137,9 @@ def _files_at_random(path: str, others: dict[str, Any]) -> list[str]:
     for name, value in others.items():
         if value:
             raise errors.UsageError(f"{name} can't be given with --random", found=value)
+    if sources.is_url(path):
+        what, found = "--random reads files of this machine", sources.shown(path)
+        raise errors.UsageError(what, expected="a path", found=found)
     if not os.path.exists(path):
         raise errors.SourceNotFoundError("no such file or directory", file=path)
     return [] if os.path.isdir(path) else [path]

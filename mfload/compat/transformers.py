@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mfload import api, errors
+from mfload import api, errors, sources
 from mfload.frameworks import torch_adapter
 from mfload.frameworks.base import find_device
 from mfload.loading.lazy import LazyCheckpoint, TensorSlice
@@ -114,6 +114,10 @@ def from_pretrained(
 
 def _check(path: str, given: dict[str, Any]) -> None:
     """Refuses arguments that are not for local safetensors; takes out those that say nothing."""
+    if sources.is_url(path):
+        what = "a URL is not taken: transformers reads config and tokenizer from a local directory"
+        expected = "a directory that `mfload convert URL DIRECTORY/` has made of it"
+        raise errors.UsageError(what, expected=expected, found=sources.shown(path))
     if given.get("revision") == "main":  # As of the Hub by default.
         del given["revision"]
     refused = [name for name in _REFUSED if given.get(name)]

@@ -57,12 +57,11 @@ class CheckpointFiles:
         directory: What reads a checkpoint that is a directory, `name`, or stands for several
             sources, given the number of the first (see `DirectoryFormat.read_directory`). It knows
             the files, and they are here once it was read.
-        place: The directory that was named; None for all else.
+        folder: The directory that was given, where files of weights were found in it.
         notes: What a user should know of them.
     """
 
     notes: tuple[str, ...] = ()
-    place: Directory | None = None
 
     def __init__(
         self,
@@ -73,10 +72,11 @@ class CheckpointFiles:
         index: Source | None = None,
         total: Any = None,
         directory: Callable[[int], Any] | None = None,
+        folder: Directory | None = None,
     ) -> None:
         self.files, self.placed, self.missing = files, placed, missing
         self.name, self.index, self.total = name, index, total
-        self.directory = directory
+        self.directory, self.folder = directory, folder
 
     @property
     def names(self) -> list[str]:
@@ -170,7 +170,6 @@ def find(
         place: Any = _located(path, options)
         if sources.is_directory(place):
             found = _of_names(place, place.names())
-            found.place = place
             found.notes += getattr(place, "notes", ())  # Of a store: where it lies.
             return found
         if not isinstance(place, str):
@@ -308,15 +307,12 @@ def _in_directory(directory: str, seen: State | None) -> CheckpointFiles:
         raise errors.from_os(error, directory, "list") from error
     place = _local(directory)
     if _HIDDEN not in "\0".join(names):  # Half the time of a loop.
-        found = _of_names(place, names)
-        found.place = place
-        return found
+        return _of_names(place, names)
     from mfload.formats import unfinished
 
     left = unfinished.shards(directory, names)
     told = f"{unfinished.told(left)} (killed, or still writing)" if left else ""
     found = _of_names(place, [name for name in names if name not in left], told)
-    found.place = place
     if told:
         found.notes = (f"left out: {told}",)
     return found
@@ -340,7 +336,9 @@ def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> C
             return CheckpointFiles([], name=place.name, directory=read)
     indexes, files = _names(directory, names)
     if len(indexes) == 1:
-        return from_index(directory.file(indexes[0]))
+        found = from_index(directory.file(indexes[0]))
+        found.folder = directory
+        return found
     if not indexes and not files:
         from mfload.formats import hints
 
@@ -383,7 +381,7 @@ def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> C
             if number not in numbers
         ]
     places = [directory.at(name) for name in files]
-    return CheckpointFiles(places, missing=tuple(missing), name=directory.name)
+    return CheckpointFiles(places, missing=tuple(missing), name=directory.name, folder=directory)
 
 
 def _choice(total: int | None, names: Collection[str]) -> str:

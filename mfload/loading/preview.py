@@ -36,6 +36,9 @@ class Preview(Printable):
             device: slots of reads past the host, or tensors that wait to be copied there.
         exchanged_bytes: Bytes that would come from other processes.
         processes: How many would load together.
+        remote_requests: Requests for ranges of data that would be sent to servers.
+        round_trips: How many of these would wait for one another, at least. A listing, an index
+            and the headers, which are one each, came before: the plan has read them.
     """
 
     DERIVED = ("tensors", "over_read_bytes")
@@ -53,6 +56,8 @@ class Preview(Printable):
     device_overhead_bytes: int = 0
     exchanged_bytes: int = 0
     processes: int = 1
+    remote_requests: int = 0
+    round_trips: int = 0
 
     @property
     def over_read_bytes(self) -> int:
@@ -89,6 +94,10 @@ class Preview(Printable):
             ("result", tensors),
             ("read", f"{human(self.read_bytes)} in {blocks}, {over} unwanted"),
         ]
+        if self.remote_requests:
+            asked = counted(self.remote_requests, "request")
+            trips = counted(self.round_trips, "round trip")
+            rows.append(("requests", f"{asked} for data, in {trips} after those for headers"))
         if self.processes > 1:
             others = counted(self.processes - 1, "other process", "other processes")
             rows.append(("exchanged", f"{human(self.exchanged_bytes)} from {others}"))

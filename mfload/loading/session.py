@@ -565,10 +565,13 @@ class Session:
             notes += (f"a load would be refused now: {error}",)
         peak = kept = copied = beside = 0
         how, bounded = (self.route, self.threads, self.limits.costs.concurrency), options.timeout
-        readers = [1]
+        far = [each.file is None and each.costs.concurrency is not None for each in self._sources]
+        readers, asked, trips = [1], 0, 0
         for batch in batches:
             plan, staged = batch.plan, batch.staging is not None
             readers.append(execute.count_readers(plan, *how, bounded=bool(bounded), staged=staged))
+            sent = sum(block.reads for block in plan.blocks if far[block.source])
+            asked, trips = asked + sent, trips + math.ceil(sent / max(1, readers[-1]))
             own, waiting = plan.buffer_bytes - plan.lent_bytes[None], plan.copied_bytes
             peak = max(peak, kept + own + batch.slots)
             kept += own - waiting.get(None, 0)
@@ -591,6 +594,8 @@ class Session:
             copied_bytes=copied,
             peak_bytes=peak,
             device_overhead_bytes=beside,
+            remote_requests=asked,
+            round_trips=trips,
         )
 
     def check_result(self) -> None:

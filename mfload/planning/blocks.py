@@ -126,6 +126,12 @@ class Block(NamedTuple):
     rows: Rows | None = None
 
     @property
+    def reads(self) -> int:
+        """Ranges of the source that are read for it."""
+        rows = self.rows
+        return 1 if rows is None else math.ceil(len(rows.numbers) / max(1, rows.together))
+
+    @property
     def staged(self) -> bool:
         """Whether an engine must land the block in a slot before it can place it."""
         if self.shared is not None:

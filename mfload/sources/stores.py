@@ -105,7 +105,7 @@ class StoreSource(HttpSource):
         version: The one that a listing gave. Default: the one that the first answer has.
     """
 
-    netrc = False
+    netrc, shared_link = False, True
 
     def __init__(self, access: Access, key: str, version: Version | None = None) -> None:
         given = (), access.timeout, access.tls, version, access.rate
@@ -127,6 +127,11 @@ class StoreSource(HttpSource):
         beside = StoreSource(self.access, posixpath.join(directory, posixpath.normpath(name)))
         beside.shard = True
         return beside
+
+    @property
+    def directory(self) -> StoreDirectory:
+        """The directory that the object is in."""
+        return StoreDirectory(self.access, posixpath.dirname(self.key), shallow=True)
 
     def signed(self, target: RequestTarget) -> tuple[RequestTarget, dict[str, str]]:
         """The signed URL of the object, and the version that alone may be sent."""

@@ -124,11 +124,11 @@ class TestBeside:
     def test_a_file_that_grows_is_not_cut_off(
         self, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        files, _ = beside.find(discovery.find(whole), str(tmp_path))
-        with open(files[0].name, "a") as file:
-            file.write("more")
-        monkeypatch.setattr(beside, "find", lambda *_: (files, []))
-        with pytest.raises(errors.SourceChangedError, match="changed since"):
+        found = beside.find(discovery.find(whole), str(tmp_path))
+        with (whole / "config.json").open("a") as file:
+            file.write(" ")
+        monkeypatch.setattr(beside, "find", lambda *_: found)
+        with pytest.raises(errors.SourceChangedError, match="changed"):
             mfload.convert(whole, f"{tmp_path}/out/")
         assert not (tmp_path / "out").exists() or not _visible(tmp_path / "out")
 

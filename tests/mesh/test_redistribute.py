@@ -599,6 +599,19 @@ class TestChoosing:
         rows = shards(tensor("w", "F32", (1024, 1024)), (8, 1), 8)
         assert self.choose(rows, "auto", "cpu", sources=[server])[0] is None
 
+    @pytest.mark.parametrize(("machines", "price"), [(1, 0.625), (2, 1.25), (4, 2.5)])
+    def test_processes_of_a_machine_share_the_link_to_a_store(
+        self, machines: int, price: float
+    ) -> None:
+        whole = tensor("w", "F32", (1024, 1024))
+        requests: Any = {n: [Request(whole, whole.dtype)] for n in range(4)}
+        store: Any = SimpleNamespace(costs=Costs(concurrency=8), shared_link=True)
+        lying = [f"store {n % machines}" for n in range(4)]
+        given: Any = requests, LoadOptions(), Hosts("cpu"), [store], lying
+        width, note = mesh_load.exchanged(*given)
+        assert (width is not None) == (machines == 1)
+        assert f"reading {price:g} (measured)" in note
+
     def test_auto_exchanges_where_links_are_fast(self) -> None:
         width, note = self.choose(self.columns(), "auto", "gpu")
         assert "assumed" in note

@@ -8,8 +8,11 @@ import launching
 import numpy as np
 import pytest
 import samples
+import serving
 import torch_cases
 from world import model
+
+from mfload.sources.http import _HEAD as HEAD, COSTS  # pyright: ignore[reportPrivateUsage]
 
 SCRIPT = Path(__file__).with_name("torch_cases.py")
 PEERS = ["peers:rows:columns", "peers:columns:replicated", "peers:replicated:rows"]
@@ -48,6 +51,26 @@ def test_values_and_bytes(tmp_path: Path, count: int) -> None:
     )
     for read in zip(*(each.said["grids"]["read"] for each in ended), strict=True):
         assert sum(read) == nbytes
+
+
+@pytest.mark.parametrize("spec", ["columns", "replicated"])
+def test_each_byte_comes_once_from_a_store(tmp_path: Path, spec: str) -> None:
+    total = model(tmp_path / "model")
+    files = {f"/{each.name}": each.read_bytes() for each in (tmp_path / "model").iterdir()}
+    with serving.serving(files) as server:
+        case = f"of_a_store:{spec}:{server.port}"
+        ended = launching.launch(tmp_path, [case], count=4, seconds=100, script=SCRIPT)
+        asked = server.asked
+    lines = [each.said.get(case, {"error": each.log}) for each in ended]
+    assert [line["error"] for line in lines] == [None] * 4
+    assert sum(line["read_bytes"] for line in lines) == total
+    assert all("every byte is read by one process" in str(line["notes"]) for line in lines)
+    sent = 0
+    for each in asked:
+        first, last = map(int, (each.range or "").removeprefix("bytes=").split("-"))
+        sent += min(last + 1, len(files[each.path])) - first
+    headers = 4 * len(files) * HEAD  # Each process reads all headers.
+    assert sent <= total + headers + len(asked) * COSTS.merge_gap
 
 
 # After each failure a load works. (case, error of process 0, error of process 1)

@@ -33,6 +33,7 @@ from mfload.dtypes import TABLE
 from mfload.frameworks import private_api
 from mfload.loading import allocate
 from mfload.mesh import shard, torch_backend
+from mfload.sources.http import HttpSource
 
 SPECS: dict[str, Any] = {
     "rows": [Shard(0)],
@@ -90,6 +91,17 @@ def values(here: World, name: str, exchange: str, _number: str = "") -> dict[str
     here.check(arrays, SPECS[name])
     fields = ("read_bytes", "exchanged_bytes", "over_read_bytes", "notes")
     return {each: getattr(report, each) for each in fields} | {"counted": here.read}
+
+
+def of_a_store(here: World, name: str, port: str) -> dict[str, Any]:
+    """Loads from a server what is read as a store is."""
+    report = mfload.Report()
+    url = f"http://127.0.0.1:{port}/model.safetensors.index.json"
+    with mock.patch.object(HttpSource, "shared_link", True, create=True):
+        given = {"mesh": here.mesh, "shardings": [("^t", SPECS[name])], "report": report}
+        arrays = mfload.load(url, "torch", **given)
+    here.check(arrays, SPECS[name])
+    return {"read_bytes": report.read_bytes, "notes": report.notes}
 
 
 def peers(here: World, first: str, second: str) -> dict[str, Any]:
