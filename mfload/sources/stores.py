@@ -167,6 +167,7 @@ class StoreDirectory:
     ) -> None:
         self._access, self._path, self._known, self._shallow = access, path, entries, shallow
         self._above: StoreDirectory | None = None
+        self._below: dict[str, StoreDirectory] = {}  # Each is listed once.
 
     @property
     def name(self) -> str:
@@ -249,14 +250,18 @@ class StoreDirectory:
 
     def below(self, name: str) -> StoreDirectory:
         """The directory of a name."""
-        held: Any = self
+        held: StoreDirectory = self
         for part in name.strip("/").split("/"):
-            found = held.entries.get(part)
-            inner = found if isinstance(found, dict) else None
-            held = StoreDirectory(self._access, posixpath.join(held._path, part), inner)
-            if not isinstance(found, dict | None):
-                held._known = {}
+            held = held._below.get(part) or held._child(part)
         return held
+
+    def _child(self, name: str) -> StoreDirectory:
+        found = self.entries.get(name, {})
+        known = found if isinstance(found, dict | None) else {}
+        child = StoreDirectory(self._access, posixpath.join(self._path, name), known)
+        child._above = self
+        self._below[name] = child
+        return child
 
     @property
     def above(self) -> tuple[StoreDirectory, str] | None:

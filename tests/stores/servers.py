@@ -187,8 +187,8 @@ def weed(directory: Path) -> Iterator[Store]:
     command = [
         program, "server", f"-dir={directory}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1",
         f"-master.port={master}", f"-volume.port={volume}", "-filer", f"-filer.port={filer}",
-        "-s3", f"-s3.port={s3}", "-s3.config=s3.json", "-s3.iam=false", "-s3.port.iceberg=0",
-        "-volume.max=20", "-master.volumeSizeLimitMB=256",
+        "-s3", f"-s3.port={s3}", "-s3.config=s3.json", "-s3.iam=false",
+        "-s3.port.iceberg=0", "-s3.port.lance=0", "-volume.max=20", "-master.volumeSizeLimitMB=256",
     ]  # fmt: skip
     with started(command, _bucket_ready(store), directory):
         yield store

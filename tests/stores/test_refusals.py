@@ -497,6 +497,33 @@ class TestDirectories:
         assert len(place.below("1").names()) == 335
         assert len([*place.walk()]) == 1005
 
+    @pytest.mark.parametrize(("whole", "listings"), [(1000, 1), (2, 3)])
+    def test_each_is_listed_once(
+        self, tree: tuple[servers.Store, str], whole: int, listings: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        asked: list[str] = []
+
+        def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(self: S3Access, path: str, *more: Any) -> Any:
+                asked.append(path)
+                return method(self, path, *more)
+
+            return call
+
+        for name in ("objects", "level"):
+            monkeypatch.setattr(S3Access, name, counted(getattr(S3Access, name)))
+        monkeypatch.setattr("mfload.sources.stores._WHOLE", whole)
+        store, prefix = tree
+        place = sources.place(store.url(prefix), LoadOptions(store=store.options))
+        for _ in range(3):
+            assert place.is_file("b/c")
+            assert place.below("b").is_directory("d")
+            above = place.below("b").above
+            assert above is not None
+            assert above[0].is_file("a")
+        assert len(asked) == listings
+
     def test_too_many(
         self, tree: tuple[servers.Store, str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
