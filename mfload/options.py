@@ -78,7 +78,8 @@ class Options:
         peer: How `peer://` is read.
         store: Settings of the object store of `s3://`, `gs://`, `az://`: names and values as the
             package obstore takes them, such as `{"endpoint": "https://…", "region": "eu-west-1"}`;
-            and `profile`, one of AWS. Never shown. Default: what the environment, profiles and the machine's identity say.
+            and `profile`, one of AWS. Never shown. Default: what the environment, profiles and
+            the machine's identity say.
         cache: A directory that keeps blocks of files behind URLs for the next load.
         max_bandwidth: Bytes a second that a load takes from servers and stores, at most, as a
             number or a text such as "500MB". Loads of this process with the same number share it.
