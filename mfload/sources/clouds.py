@@ -81,6 +81,12 @@ class CloudAccess(Access):
         """Whether requests go out without credentials."""
         return self.setting("skip_signature").lower() in ("true", "1", "yes", "y", "on")
 
+    @property
+    def atomic(self) -> bool:
+        """Of the clouds themselves it is (see `Access`), of emulators unknown."""
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST")
+        return not (self.setting("base_url", "endpoint") or emulator)
+
     def _with_provider(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Settings with the tokens of the cloud's package, where they are what counts."""
         if not self.anonymous and not self._given and (found := self._tokens()) is not None:
