@@ -155,7 +155,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 HEADERS = {"abstract", "plan"}  # These read headers only.
 # They want other checkpoints, or JAX, and so a process of its own.
-ELSEWHERE = {"NeuronCache", "bundle", "unbundle", "load_into", "restore"}
+ELSEWHERE = {"NeuronCache", "bundle", "unbundle", "load_into", "restore", "save"}
 
 
 def test_the_table_has_every_call() -> None:

@@ -342,6 +342,7 @@ class HubHandle(HttpHandle):
         """All bytes of an answer of the API; `patient`: it is asked again if it breaks off."""
         if patient:
             return self._persist(self._once)
+        self._watch = self._source.link.watch()
         try:
             return self._once()
         except errors.MfloadError:

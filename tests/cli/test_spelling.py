@@ -28,6 +28,9 @@ _PYTHON = re.compile(_NAMED)
 # Given by programs alone; a range of HTTP; options of mounts.
 _THEIRS = (
     "PeerOptions(…)",
+    "access.answer()",  # Run by another interpreter.
+    "search=…",  # Queries of the hub.
+    "author=…",
     "an mfload.PeerOptions",
     "publish=",
     "part=",
