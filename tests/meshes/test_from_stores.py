@@ -92,6 +92,7 @@ class TestRestore:
         _same(found)
         assert len(found["params"]["w.0"].sharding.device_set) == devices
 
+    @pytest.mark.filterwarnings("ignore")  # The server is started by a fork.
     @pytest.mark.parametrize("devices", [1, 8])
     @pytest.mark.parametrize("path", [*KINDS, "flax.msgpack"])
     def test_from_s3(self, path: str, devices: int, moto: Any) -> None:

@@ -83,7 +83,7 @@ def counted() -> Iterator[list[int]]:
 def small_blocks(nbytes: int, gap: int) -> Iterator[None]:
     """Reads so short that small tensors take many."""
     kept = LocalFile.costs
-    LocalFile.costs = Costs(min(kept.block, nbytes), gap, nbytes // 2)
+    LocalFile.costs = Costs(min(Costs().block, nbytes), gap, nbytes // 2)
     try:
         yield
     finally:
