@@ -225,10 +225,10 @@ def _look_again(
     deadline.bound(look, "looking at the files again")
     for number in used if concurrency else ():
         source: Any = sources[number]
-        # Replicas of seeds may have gone on, and caches had a part.
-        if number in route:
+        failures = getattr(source, "failures", ())  # Of seeds, whose replicas went on.
+        if failures or getattr(source, "of_cache", False):
             route[number] = route[number]._replace(file=source.name, engine=source.engine)
-        yield from getattr(source, "failures", ())
+        yield from failures
 
 
 def _note(notes: list[str], text: str) -> None:

@@ -232,6 +232,8 @@ class CachedSource:
     """A source whose bytes come from the cache where it has them (see `Source`)."""
 
     file = None
+    of_cache = True
+    """Whether its engine tells after a read what a cache had of it."""
 
     def __init__(self, source: Source, keep: Cache) -> None:
         self.source, self.keep_in = source, keep
