@@ -993,9 +993,11 @@ def test_ranks_of_a_server_count_as_processes_of_this_machine(
 ) -> None:
     """With one GPU in sight, each of them may be of a machine of its own."""
     monkeypatch.setattr(runtime, "_beside", 1)
+    monkeypatch.setattr(runtime, "_among", 0)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     _, tensor = next(serving.Weights({}).rows(str(path)))
     assert runtime.local_processes() == local
