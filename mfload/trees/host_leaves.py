@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
 from mfload.dlpack import View
 from mfload.dtypes import TABLE, DType
@@ -151,7 +152,10 @@ def _make(kind: Kind, arrays: Sequence[Any]) -> Any:
     assert transform is not None
     assert box is not None
     if take is not None:
-        return take(arrays[0])
+        made = take(arrays[0])
+        if isinstance(sharding, SingleDeviceSharding):
+            return made
+        return jax.make_array_from_single_device_arrays(shape, sharding, [made])
     if joined:
         whole = arrays[0].view(dtype).reshape(shape_of(box))
     else:

@@ -194,6 +194,14 @@ def test_a_large_leaf_of_one_device_keeps_the_memory_it_landed_in(tmp_path: Path
     for name, array in stored.items():
         np.testing.assert_array_equal(np.asarray(made[name]), array.T)
     del made
+    one = Mesh(np.array(jax.devices()[:1]), ("x",))
+    asked = NamedSharding(one, P("x"))
+    made = mfload.load_into(like, path, mapping=lines, shardings=asked)
+    for name, array in stored.items():
+        assert made[name].sharding == asked
+        np.testing.assert_array_equal(np.asarray(made[name]), array.T)
+    assert mfload.live_bytes() == 3 << 21
+    del made
     assert mfload.live_bytes() == 0
     mesh = Mesh(np.array(jax.devices()), ("x",))
     made = mfload.load_into(like, path, mapping=lines, mesh=mesh, shardings=P())
