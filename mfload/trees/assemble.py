@@ -422,8 +422,8 @@ class Assembly:
             requests, loader, self._backend, group=group, report=one, advance=advance
         )
         one.peak_bytes += max(0, kept)
-        if any(loader is step.loader for step in self._steps):
-            one.aliased_bytes = 0
+        if step := next((each for each in self._steps if each.loader is loader), None):
+            one.aliased_bytes = step.kept
         report.add(one)
         return fetched
 
