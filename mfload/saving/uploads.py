@@ -19,6 +19,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -31,13 +32,14 @@ from mfload.saving.layout import FileLayout
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.targets import Location
 from mfload.sources import stores
-from mfload.sources.access import obstore, reason
+from mfload.sources.access import in_fork, obstore, reason
 
 T = TypeVar("T")
 
 _PART = 16 << 20  # Bytes of a part; a store takes 10,000 of them.
 _PARTS_OF = 2048  # A larger file has larger parts: so many, at most.
 _TOGETHER = 4  # Parts under way at once.
+_PATIENCE = timedelta(hours=1)  # For a part.
 
 
 class UploadedTarget(SaveTarget):
@@ -64,6 +66,9 @@ class UploadedTarget(SaveTarget):
     ) -> None:
         how = options if isinstance(options, LoadOptions) else started(options)
         self._access, key = stores.access_to(url, how)
+        if in_fork():
+            what = "a fork can't save to a store that its parent used"
+            raise errors.UsageError(what, file=self._access.url, expected="a spawned process")
         whole = not key.endswith(SUFFIX)
         self._prefix = key.rstrip("/") if whole else posixpath.dirname(key)
         local = tempfile.mkdtemp(prefix="mfload-")
@@ -128,7 +133,9 @@ class UploadedTarget(SaveTarget):
         gone = {*self._old, self.place.name, self.place.index} & self._there.keys() - {*names}
         if manifest is None:
             gone |= {self.place.manifest} & self._there.keys()
-        left = [name for name in sorted(gone) if not self._removed(name)]
+        # The index first: loads follow it.
+        order = sorted(gone, key=lambda name: (name != self.place.index, name))
+        left = [name for name in order if not self._removed(name)]
         if gone:
             notes.append(
                 f"removed of the old checkpoint: {', '.join(map(self._url, sorted(gone)))}"
@@ -139,45 +146,72 @@ class UploadedTarget(SaveTarget):
 
     def _upload(self, names: Sequence[str], last: str) -> None:
         new: list[str] = []
+        shards = {name for name in names if name.endswith(SUFFIX)} - {last}
         try:
-            for name in sorted({*names} - {last}):
-                if name not in self._there:
-                    new.append(name)
-                self._send(name, None if self._may_replace or name in new else "create")
-            self._send(last, "replace" if last in self._there else "create")
+            for name in sorted(shards):
+                self._send(name, "create")
+                new.append(name)
         except BaseException:
-            for name in new:
-                self._removed(name)
+            self._withdraw(new)
             raise
+        try:
+            self._send(last, "replace" if last in self._there else "create")
+        except (errors.TargetError, errors.TargetExistsError):
+            self._withdraw(new)  # After any other failure it may be there.
+            raise
+        for name in sorted({*names} - shards - {last}):
+            self._send(name, None if name in self._there else "create")
+
+    def _withdraw(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._removed(name)
 
     def _send(self, name: str, mode: str | None) -> None:
         """Uploads a file; a small one only if nothing, or the old one, has its name."""
         path, key = os.path.join(self.place.directory, name), self._key(name)
         size = os.path.getsize(path)
-        store, url = self._access.store, self._url(name)
+        store, url = self._store, self._url(name)
         if size <= _PART:
             with open(path, "rb") as file:
                 data = file.read()
             given: Any = {"mode": "create"} if mode == "create" else {}
-            if mode == "replace" and (version := self._there[name]):
-                given = {"mode": {"e_tag": version}}
+            if mode == "replace":
+                given = {"mode": self._version(name)}
             self._do(lambda: obstore().put(store, key, data, use_multipart=False, **given), url)
             return
         if mode == "create" and name in self._listed():  # Parts have no conditions.
             raise self._taken(url)
         self._do(lambda: self._send_parts(path, key, size), url)
 
+    def _version(self, name: str) -> dict[str, str]:
+        """What an update of an object is conditional on: that it is what was seen first."""
+        url = self._url(name)
+        found = self._do(lambda: obstore().head(self._store, self._key(name)), url)
+        said = {key: found[key] for key in ("e_tag", "version") if found[key] is not None}
+        seen = self._there[name]
+        if seen is not None and said.get("e_tag", seen).strip('"') != seen.strip('"'):
+            raise self._taken(url)
+        return said
+
+    @cached_property
+    def _store(self) -> Any:
+        """The bucket; a part may take long, where a listing may not."""
+        settings = dict(self._access.settings)
+        client = dict(settings.get("client_options") or {})
+        settings["client_options"] = {"timeout": _PATIENCE} | client
+        return self._access.made_of(settings)
+
     def _send_parts(self, path: str, key: str, size: int) -> None:
         part = max(_PART, -(-size // _PARTS_OF))
         how = {"buffer_size": part, "max_concurrency": _TOGETHER}
         # An error within aborts it.
-        with open(path, "rb") as file, obstore().open_writer(self._access.store, key, **how) as out:
+        with open(path, "rb") as file, obstore().open_writer(self._store, key, **how) as out:
             while data := file.read(part):
                 out.write(data)
 
     def _removed(self, name: str) -> bool:
         with contextlib.suppress(errors.MfloadError):
-            self._do(lambda: obstore().delete(self._access.store, self._key(name)), name)
+            self._do(lambda: obstore().delete(self._store, self._key(name)), name)
             return True
         return False
 

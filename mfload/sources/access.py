@@ -86,6 +86,11 @@ class Request(NamedTuple):
     seconds: float
 
 
+def in_fork() -> bool:
+    """Whether obstore was used by the process that this one is a fork of."""
+    return _home not in (None, os.getpid())
+
+
 def in_home(method: Callable[..., T]) -> Callable[..., T]:
     """Has a method called in another process by forks, in which the threads of obstore are gone."""
 

@@ -18,7 +18,7 @@ import re
 import shutil
 import weakref
 import zlib
-from _thread import allocate_lock
+from _thread import allocate_lock, get_ident
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -187,7 +187,7 @@ def _make(path: str, about: dict[str, str], size: int) -> None:
     for name in (_DATA, _SUMS):
         os.close(os.open(f"{path}/{name}", _WRITE | os.O_CREAT, 0o600))
     os.truncate(f"{path}/{_DATA}", size)
-    draft = f"{path}/{_ABOUT}.{os.getpid()}"
+    draft = f"{path}/{_ABOUT}.{os.getpid()}.{get_ident()}"
     with open(draft, "w", encoding="utf-8") as file:
         json.dump(about, file)
     os.replace(draft, f"{path}/{_ABOUT}")
@@ -262,7 +262,9 @@ class CachedSource:
         if self._path is None:
             self.keep_in.check()
             about = {"name": self.name, "version": str(self.source.identity)}
-            text = json.dumps([about, self.source.size, _hash()[0]])
+            # With its query and its server, which the name that is shown may lack.
+            place = getattr(getattr(self.source, "first", None), "url", self.name)
+            text = json.dumps([about, place, self.source.size, _hash()[0]])
             path = os.path.join(self.keep_in.directory, hashlib.sha256(text.encode()).hexdigest())
             if not os.path.isfile(f"{path}/{_ABOUT}"):
                 _make(path, about, self.source.size)
@@ -279,11 +281,25 @@ class CachedSource:
                 if self.off is None:
                     return _open(self.path)
             except FileNotFoundError as error:
-                self._path = None
+                self.drop()  # What is left of it, if a removal was cut short.
                 self.off = None if again else error.strerror
             except OSError as error:
                 self.off = error.strerror or type(error).__name__
         return [], False
+
+    def drop(self) -> None:
+        """Removes this version of the file."""
+        path, self._path = self._path, None
+        if path is not None:
+            shutil.rmtree(path, ignore_errors=True)
+
+    def check(self) -> None:
+        """Raises SourceChangedError (see `Source`); what was kept may then be of two versions."""
+        try:
+            self.source.check()
+        except errors.SourceChangedError:
+            self.drop()
+            raise
 
     def count(self, came: int, fetched: int, damaged: int) -> None:
         """Adds what a reader did."""
@@ -374,12 +390,16 @@ class CachedHandle(ClosedAtEnd):
         """Takes a piece from the cache, if it has it and its hash is right."""
         if not self._files:
             return False
-        wanted = os.pread(self._files[1], _SUM, piece * _SUM)
-        if len(wanted) < _SUM or not any(wanted):
-            return False
         low, high = self._span(piece)
         data, straight = place.whole(low, high)
-        if os.preadv(self._files[0], [data], low) < high - low or _sum(data) != wanted:
+        try:
+            wanted = os.pread(self._files[1], _SUM, piece * _SUM)
+            if len(wanted) < _SUM or not any(wanted):
+                return False
+            whole = os.preadv(self._files[0], [data], low) == high - low
+        except OSError:  # The source has the bytes.
+            whole, wanted = False, b""
+        if not whole or _sum(data) != wanted:
             self._damaged += 1
             return False
         self._came += high - low if straight else place.put(data, low)
@@ -391,7 +411,11 @@ class CachedHandle(ClosedAtEnd):
         if self._handle is None:
             self._handle = self._source.source.open(self._flags)
         start, stop = self._span(run[0])[0], self._span(run[-1])[1]
-        self._handle.read([part for part, _ in parts], start)
+        try:
+            self._handle.read([part for part, _ in parts], start)
+        except errors.SourceChangedError:
+            self._source.drop()
+            raise
         self._fetched += stop - start
         for piece, (part, straight) in zip(run, parts, strict=True):
             if not straight:

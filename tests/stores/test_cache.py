@@ -350,3 +350,53 @@ def test_the_command_lists_and_clears(
     assert cache.Cache(kept).files() == []
     for wrong in (["cache", "list", kept], ["cache", "ls", kept, "--names", "("]):
         assert run(wrong) == 2
+
+
+def test_files_that_differ_in_their_query_alone(served: serving.Server, kept: str) -> None:
+    """A server may give both the same ETag and size."""
+    other = bytearray(served.files[NAME])
+    other[-1] ^= 1
+    first = served.files[NAME]
+    served.etags[NAME] = '"same"'
+    check(mfload.load(f"{served.url()}?file=a", "numpy", options=how(kept)))
+    served.files[NAME] = bytes(other)
+    found = mfload.load(f"{served.url()}?file=b", "numpy", options=how(kept))
+    assert found["w5"].tobytes()[-1] == first[-1] ^ 1
+
+
+def test_what_changed_while_it_was_read_is_not_kept(
+    served: serving.Server, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = source_of(served, kept)
+    with source.open() as opened:
+        opened.read([np.zeros(2 * PIECE, np.uint8)], 0)
+    assert only(kept)
+
+    def changed(_: Any) -> None:
+        raise errors.SourceChangedError("the file changed", file="f")
+
+    monkeypatch.setattr(http.HttpSource, "check", changed)
+    with pytest.raises(errors.SourceChangedError):
+        source.check()
+    assert cache.Cache(kept).files() == []
+
+
+def test_what_a_removal_left_is_made_anew(served: serving.Server, kept: str) -> None:
+    check(mfload.load(served.url(), "numpy", options=how(kept)))
+    Path(only(kept).path, "data").unlink()
+    check(mfload.load(served.url(), "numpy", options=how(kept)))
+    sent(served)
+    check(mfload.load(served.url(), "numpy", options=how(kept)))
+    assert sent(served) <= OPENING
+
+
+def test_a_disk_that_fails_is_done_without(
+    served: serving.Server, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(mfload.load(served.url(), "numpy", options=how(kept)))
+
+    def fails(*_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "preadv", fails)
+    check(mfload.load(served.url(), "numpy", options=how(kept)))

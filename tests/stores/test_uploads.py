@@ -241,3 +241,41 @@ def test_settings_by_options(
     how = mfload.Options(store=bucket.options)
     mfload.save(ARRAYS, f"{url}/m.safetensors", options=how)
     check(mfload.load(f"{url}/m.safetensors", "numpy", options=how))
+
+
+def test_an_interrupt_after_the_last_object_keeps_what_it_names(
+    bucket: servers.Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send = uploads.UploadedTarget._send  # pyright: ignore[reportPrivateUsage]
+
+    def interrupted(self: Any, name: str, mode: str | None) -> None:
+        send(self, name, mode)
+        if name == INDEX:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(uploads.UploadedTarget, "_send", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mfload.save(ARRAYS, url, max_shard_size="150kB")
+    check(mfload.load(url, "numpy"))
+    del bucket
+
+
+def test_the_loser_of_two_takes_nothing_of_the_winner(
+    bucket: servers.Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other saves between what the loser sees and what it sends."""
+    upload = uploads.UploadedTarget._upload  # pyright: ignore[reportPrivateUsage]
+    first = [True]
+
+    def late(self: Any, *given: Any) -> None:
+        if first.pop() if first else False:
+            mfload.save(ARRAYS, url, max_shard_size="150kB", checksums=True)
+        upload(self, *given)
+
+    monkeypatch.setattr(uploads.UploadedTarget, "_upload", late)
+    twice = {name: 2 * each for name, each in ARRAYS.items()}
+    with pytest.raises(errors.TargetExistsError):
+        mfload.save(twice, url, max_shard_size="150kB", checksums=True)
+    check(mfload.load(url, "numpy"))
+    assert mfload.verify(url).ok
+    assert len(listed(bucket, url)) == 6
