@@ -107,7 +107,10 @@ class Options:
     cert_file: str | os.PathLike[str] | None = None
     key_file: str | os.PathLike[str] | None = None
     peer: PeerOptions | None = None
-    store: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(default=None, repr=False)
+    # Settings may hold what has no hash.
+    store: Mapping[str, Any] | tuple[tuple[str, Any], ...] | None = field(
+        default=None, repr=False, hash=False
+    )
     cache: str | os.PathLike[str] | None = None
     cache_size: int | str | None = None
     max_bandwidth: int | str | None = None

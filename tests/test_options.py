@@ -328,3 +328,9 @@ def test_fields_of_peers(field: Any) -> None:
     (name,) = field
     with pytest.raises(errors.UsageError, match=name):
         mfload.PeerOptions(**field)
+
+
+def test_settings_of_a_store_need_no_hash() -> None:
+    given = Options(store={"client_options": {"timeout": "5s"}})
+    assert hash(given) == hash(Options())
+    assert given != Options()

@@ -86,10 +86,11 @@ class ZarrStore:
 
     def ask_ahead(self, names: Iterable[str]) -> None:
         """Has the metadata of arrays that lie on a server read at once, and not one by one."""
-        known, keys = len(self.sources), (_metadata_key(self, name) for name in names)
-        for value in (self.values[key] for _, key in keys):
+        known = len(self.sources)
+        for name in names:
+            value = self.values[_metadata_key(self, name)[1]]
             if value.inline is None:
-                self._number(value, value.file)
+                self._number(value, name)
         sources.ask_ahead(each for each in self.sources[known:] if each.file is None)
 
     def piece(self, value: Value, stored: Stored, name: str) -> Piece:

@@ -567,6 +567,8 @@ class Session:
         how, bounded = (self.route, self.threads, self.limits.costs.concurrency), options.timeout
         far = [each.file is None and each.costs.concurrency is not None for each in self._sources]
         readers, asked, trips = [1], 0, 0
+        if any(getattr(each, "of_cache", False) for each in self._sources):
+            notes += ("requests for what the cache holds are not sent",)
         for batch in batches:
             plan, staged = batch.plan, batch.staging is not None
             readers.append(execute.count_readers(plan, *how, bounded=bool(bounded), staged=staged))

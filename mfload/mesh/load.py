@@ -580,7 +580,7 @@ def preview(chosen: Chosen, backend: MeshBackend, asked: MeshArguments) -> Previ
             schedule = make_schedule(requests, width, backend.rank)
             read, received = schedule.read[backend.rank], schedule.received[backend.rank]
             held = _transport(backend).held * len(ranks) * width if schedule.travels else 0
-            notes.append("the blocks of this plan are what the process would read on its own")
+            notes.append("the blocks and requests of this plan are those of the process on its own")
             here = replace(
                 here,
                 read_bytes=read,

@@ -11,6 +11,7 @@ A single file of several parts has no such condition: of two writers of one, the
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import posixpath
 import secrets
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 from mfload import errors
 from mfload.formats.discovery import SUFFIX, read_index
 from mfload.options import LoadOptions, Options, started
-from mfload.runtime import Deadline
+from mfload.runtime import Deadline, Forked
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import FileLayout
 from mfload.saving.publishing import SaveTarget
@@ -72,7 +73,7 @@ class UploadedTarget(SaveTarget):
         whole = not key.endswith(SUFFIX)
         self._prefix = key.rstrip("/") if whole else posixpath.dirname(key)
         local = tempfile.mkdtemp(prefix="mfload-")
-        self._clean_up = weakref.finalize(self, shutil.rmtree, local, ignore_errors=True)
+        self._clean_up = weakref.finalize(self, _remove, local, Forked())
         name = "" if whole else posixpath.basename(key)
         super().__init__(os.path.join(local, name), False, stem, sealed=sealed)
         self.path = self._url(self.place.name)
@@ -129,12 +130,18 @@ class UploadedTarget(SaveTarget):
         files, notes = super().publish(drafts, layouts, manifest)
         front = os.path.join(self.place.directory, "")
         names = [path.removeprefix(front) for path in files]
-        self._upload([each for each in os.listdir(front) if each[0] != "."], names[-1])
+        last = names[-1]
+        if self.place.index in self._there and last == self.place.name:
+            # Loads follow the index. So the old one leads to the file until its shards are gone.
+            last = self.place.index
+            placed = dict.fromkeys((each.name for each in layouts[0].entries), self.place.name)
+            with open(self.place.at(last), "w", encoding="utf-8") as index:
+                json.dump({"metadata": {}, "weight_map": placed}, index)
+        self._upload([each for each in os.listdir(front) if each[0] != "."], last)
         gone = {*self._old, self.place.name, self.place.index} & self._there.keys() - {*names}
         if manifest is None:
             gone |= {self.place.manifest} & self._there.keys()
-        # The index first: loads follow it.
-        order = sorted(gone, key=lambda name: (name != self.place.index, name))
+        order = sorted(gone, key=lambda name: (name == self.place.index, name))
         left = [name for name in order if not self._removed(name)]
         if gone:
             notes.append(
@@ -149,8 +156,8 @@ class UploadedTarget(SaveTarget):
         shards = {name for name in names if name.endswith(SUFFIX)} - {last}
         try:
             for name in sorted(shards):
-                self._send(name, "create")
-                new.append(name)
+                self._send(name, None if name in self._there else "create")
+                new += [] if name in self._there else [name]
         except BaseException:
             self._withdraw(new)
             raise
@@ -240,6 +247,12 @@ class UploadedTarget(SaveTarget):
             expected = "the right to write there" if denied else found.expected
             what = f"the store refuses to write: {found.message}"
             raise errors.TargetError(what, file=url, expected=expected, found=found.found) from None
+
+
+def _remove(directory: str, forked: Forked) -> None:
+    """Removes a directory, which a fork leaves to its parent."""
+    if not forked:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 class _Marked(Location):

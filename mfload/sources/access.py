@@ -192,10 +192,11 @@ class Access:
             FrameworkMissingError: obstore is not installed, or what reads a profile is not.
             UsageError: A setting is unknown or wrong.
         """
-        if self._store is None:
-            self._store = self.made_of(dict(self.settings))
+        store = self._store  # Another thread may forget it meanwhile.
+        if store is None:
+            store = self._store = self.made_of(dict(self.settings))
             self.made += 1
-        return self._store
+        return store
 
     def made_of(self, settings: dict[str, Any]) -> Any:
         """A store with these settings, and limits of time (see `store`)."""

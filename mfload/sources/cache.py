@@ -100,7 +100,7 @@ class Cache:
         forget_in_forks(self)
 
     def forget(self) -> None:
-        """In a fork nobody holds the lock."""
+        """Makes a new lock: a fork may have copied one that is locked."""
         self._lock = allocate_lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -245,7 +245,7 @@ class CachedSource:
         forget_in_forks(self)
 
     def forget(self) -> None:
-        """In a fork nobody is at work."""
+        """Makes new locks: a fork may have copied some that are locked."""
         self._counting, self._turns = allocate_lock(), defaultdict[int, Any](allocate_lock)
 
     def __getattr__(self, name: str) -> Any:

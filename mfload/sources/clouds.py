@@ -130,14 +130,15 @@ class CloudAccess(Access):
         if self.setting(*self.names.keys) or (tokens := self._tokens()) is None:
             return Request(self.sign(key), {}, _USED_FOR)
         now = time.time()
-        if self._token is None or self._token[1] - _EARLY < now:
+        token = self._token  # Another thread may forget it meanwhile.
+        if token is None or token[1] - _EARLY < now:
             try:
                 found = tokens()
             except Exception as error:  # noqa: BLE001
                 raise self.without_credentials(reason(error)) from None
             end = found.get("expires_at") or datetime.now(UTC) + _SIGNED_FOR
-            self._token = found["token"], end.timestamp()
-        return self._bearing(key, self._token[0], max(1.0, self._token[1] - _EARLY - now))
+            token = self._token = found["token"], end.timestamp()
+        return self._bearing(key, token[0], max(1.0, token[1] - _EARLY - now))
 
     @in_home
     def sign(self, key: str) -> str:
@@ -158,7 +159,8 @@ class CloudAccess(Access):
 
     def renew(self, made: int, said: Answered) -> None:
         """Forgets the token as well (see `Access`)."""
-        self._token = None
+        if made == self.made:
+            self._token = None
         super().renew(made, said)
 
     def refused(self, said: Answered, key: str | None, name: str) -> errors.SourceError:

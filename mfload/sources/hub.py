@@ -48,7 +48,7 @@ def open_url(url: str, options: LoadOptions) -> Source | Directory:
     """
     asked = HubPath.of(url)
     tls = Tls(options.cert_file, options.key_file, options.ca_file)
-    model = Model(asked, options.headers or (), options.timeout, tls)
+    model = Model(asked, options.headers or (), options.timeout, tls, options.max_bandwidth)
     held = model.cached(asked.revision)
     usable = held if held is not None and not _lacks(held, asked.path) else None
     # Of a commit, a file in the cache, or an index, tells what is needed; a folder may lack files.

@@ -107,11 +107,12 @@ class Model:
         headers: tuple[tuple[str, str], ...],
         timeout: float | None,
         tls: Tls,
+        rate: int | None = None,
         commit: str = "",
         files: Mapping[str, Entry] | None = None,
     ) -> None:
         self.asked, self.commit, self.files = asked, commit, files or {}
-        self.given = headers, timeout, tls
+        self.given = headers, timeout, tls, rate
         self.endpoint: str = surroundings().ENDPOINT
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -305,7 +306,8 @@ class HubSource(HttpSource):
         self, model: Model, path: str, version: Version | None = None, address: str | None = None
     ) -> None:
         url = f"{model.page}/resolve/{model.commit}/{quote(path)}"
-        super().__init__(address or url, model.headers, *model.given[1:], version)
+        _, timeout, tls, rate = model.given
+        super().__init__(address or url, model.headers, timeout, tls, version, rate)
         self.name, self.model, self.path = model.name(path), model, path
         self.entry = model.files.get(path) or Entry(None, None)
         self.stored = dict[str, str | None]()  # The version that each host names.

@@ -124,12 +124,13 @@ class S3Access(Access):
 
     def place(self, key: str) -> str:
         """The URL of an object: one that is signed with a key that is none, without its query."""
-        if self._unsigned is None:
+        unsigned = self._unsigned  # Another thread may forget it meanwhile.
+        if unsigned is None:
             _ = self.store  # It finds the profile.
             kept = {name: v for name, v in self.settings if _plain(name) not in _SECRETS}
             kept |= {"access_key_id": "-", "secret_access_key": "-", "skip_signature": False}
-            self._unsigned = self.made_of(kept)
-        return obstore().sign(self._unsigned, "GET", key, _SIGNED_FOR).partition("?")[0]
+            unsigned = self._unsigned = self.made_of(kept)
+        return obstore().sign(unsigned, "GET", key, _SIGNED_FOR).partition("?")[0]
 
     def request(self, key: str) -> Request:
         """The signed URL of an object (see `Access`)."""

@@ -7,14 +7,13 @@ import posixpath
 import re
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any
 
 from mfload import errors
 from mfload.options import LoadOptions
 from mfload.sources.access import Access, Answered
 from mfload.sources.base import redacted
-from mfload.sources.client import BROKEN, Answer
+from mfload.sources.client import Answer
 from mfload.sources.http import BUSY, SAFE_NAME, BusyError, HttpSource, RequestTarget, Version
 from mfload.sources.tls import Tls
 
@@ -148,9 +147,8 @@ class StoreSource(HttpSource):
         """Whether credentials are to be found anew; else raises the error that the body names."""
         if answer.status in _ANSWERS:
             return False
-        text = ""
-        with suppress(*BROKEN):
-            text = answer.read(_BODY).decode("utf-8", "replace")
+        # One that breaks off is asked for again: it may say that a token has ended.
+        text = answer.read(_BODY).decode("utf-8", "replace")
         said = Answered.of(answer.status, text, answer.getheader("x-amz-bucket-region"))
         if not again and self.access.stale(said):
             self.access.renew(self._request[3] if self._request else 0, said)

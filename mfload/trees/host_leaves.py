@@ -51,7 +51,7 @@ class Kind(NamedTuple):
         box: What holds all shards of this process; None if it has none.
         transform: Makes the box of what has landed.
         joined: Whether what it is made of lands in the box by strides, and not apart.
-        take: Makes the array that one device holds of that memory; None where it is copied.
+        take: Wraps that memory as the array of its device, without a copy; None if it is copied.
         cuts: The place of each of these shards in that box, and their devices.
         partly: Whether some of these shards are alike, but not all of the leaf's.
         nbytes: What a leaf makes wait on a process, at most: as it lands, and what NumPy copies.

@@ -13,6 +13,7 @@ import servers
 import mfload
 from mfload import errors
 from mfload.cli import run
+from mfload.saving import uploads
 
 ARRAYS = {
     f"l.{n}.w": np.random.default_rng(n).standard_normal((128, 256), np.float32) for n in range(6)
@@ -138,3 +139,21 @@ def test_what_is_not_there(url: str, moto: servers.Store, path: str, said: str) 
     del url
     with pytest.raises(errors.MfloadError, match=said):
         mfload.load(moto.url(path), "numpy")
+
+
+def test_one_file_in_place_of_shards_is_found_at_any_moment(
+    moto: servers.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index leads to the file until the shards are gone, and goes last."""
+    place = moto.url("replaced")
+    mfload.save(ARRAYS, place, max_shard_size="300kB")
+    removed = uploads.UploadedTarget._removed  # pyright: ignore[reportPrivateUsage]
+
+    def watched(self: Any, name: str) -> bool:
+        done = removed(self, name)
+        check(mfload.load(place, "numpy"))
+        return done
+
+    monkeypatch.setattr(uploads.UploadedTarget, "_removed", watched)
+    mfload.save(ARRAYS, place, overwrite=True)
+    check(mfload.load(place, "numpy"))

@@ -24,7 +24,8 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import mfload
 from mfload import errors
 from mfload.sources import http
-from mfload.sources.hub_model import HubPath
+from mfload.sources.hub_model import HubPath, HubSource, Model
+from mfload.sources.tls import Tls
 
 constants: Any = pytest.importorskip("huggingface_hub.constants")
 
@@ -775,3 +776,9 @@ def test_loads_at_once_share_nothing_but_connections(hub: Hub, sharded: dict[str
     for each in found:
         samples.assert_same(each, ONE | TWO)
     assert len(found) == 4
+
+
+def test_the_rate_holds_for_the_hub_too() -> None:
+    model = Model(HubPath.of("hf://org/name"), (), None, Tls(), 1000)
+    source = pickle.loads(pickle.dumps(HubSource(model, "m.safetensors")))
+    assert source.link.pace is not None

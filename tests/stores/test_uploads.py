@@ -279,3 +279,19 @@ def test_the_loser_of_two_takes_nothing_of_the_winner(
     check(mfload.load(url, "numpy"))
     assert mfload.verify(url).ok
     assert len(listed(bucket, url)) == 6
+
+
+def test_a_fork_leaves_the_drafts_to_its_parent(
+    bucket: servers.Store, url: str, tmp_path: Path
+) -> None:
+    del bucket
+    target = uploads.UploadedTarget(url, False, None, sealed=False, options=None)
+    (held,) = tmp_path.glob("mfload-*")
+    child = os.fork()
+    if not child:
+        target._clean_up()  # pyright: ignore[reportPrivateUsage] - as at its exit
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert held.is_dir()
+    del target
+    assert not held.exists()
