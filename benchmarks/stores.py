@@ -41,6 +41,8 @@ LABELS = {
     "s5cmd": "s5cmd cp into memory",
     "obstore": "obstore, 16 threads",
     "s3fs": "s3fs.get into memory",
+    "tensorstore": "tensorstore, whole files",
+    "runai": "runai-model-streamer, torch",
     "mfload-first": "mfload.stream, the first tensor",
     "mfload-eighth": "mfload.load, one of eight shards",
 }
@@ -49,6 +51,7 @@ _BESIDE, _CPU = 64, 0.6
 _FILES, _TENSORS = 8, 9
 _DELAY = 0.02
 _TIMEOUT = 300
+_MODULES = {"runai": "runai_model_streamer", "obstore": "", "s3fs": "", "tensorstore": ""}
 _TESTS = ROOT / "tests" / "stores"
 
 
@@ -79,9 +82,8 @@ def names_of(case: str) -> list[str]:
 
 def _python(name: str) -> str | None:
     """The interpreter for a way; None if what it needs is not there."""
-    other = os.environ.get("STORES_PYTHON")
-    if name in ("obstore", "s3fs") and importlib.util.find_spec(name) is None:
-        return other
+    if name in _MODULES and importlib.util.find_spec(_MODULES[name] or name) is None:
+        return os.environ.get("STORES_PYTHON")
     return sys.executable
 
 
@@ -95,6 +97,7 @@ def _take(name: str, case: str, job: dict[str, Any], proxy: Any) -> Sample:
     keys = ("access_key_id", "AWS_ACCESS_KEY_ID"), ("secret_access_key", "AWS_SECRET_ACCESS_KEY")
     known = {variable: job["store"][key] for key, variable in keys}
     known |= {"AWS_REGION": job["store"]["region"], "AWS_EC2_METADATA_DISABLED": "true"}
+    known |= {"AWS_ENDPOINT_URL": endpoint, "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
     try:
         made = subprocess.run(
             [python, "-P", "-m", "benchmarks.stores_process", json.dumps(given)],
@@ -155,7 +158,7 @@ def _judged(results: Results) -> list[Target]:
         ours = results.best(case, "mfload")
         ratio = ours / min(times) if ours and times else None
         targets.append(Target(f"{CASES[case]}: time over that of the best peer", 1.0, ratio))
-        python = [results.best(case, name, "cpu_s") for name in ("obstore", "s3fs")]
+        python = [results.best(case, name, "cpu_s") for name in _MODULES]
         least = min((each for each in python if each), default=None)
         ours = results.best(case, "mfload", "cpu_s")
         ratio = ours / least if ours and least else None

@@ -107,13 +107,37 @@ def _s5cmd(job: dict[str, Any]) -> list[Any]:
         return _mapped(folder)
 
 
+def _tensorstore(job: dict[str, Any]) -> list[Any]:
+    """Each file whole, all at once: its bindings of Python read no ranges."""
+    import tensorstore
+
+    settings = job["store"]
+    spec = {"driver": "s3", "bucket": job["bucket"], "endpoint": settings["endpoint"]}
+    spec |= {"aws_region": settings["region"], "aws_credentials": {"type": "environment"}}
+    store = tensorstore.KvStore.open(spec).result()
+    asked = [store.read(key) for key, _ in job["files"]]
+    return [np.frombuffer(each.result().value, np.uint8) for each in asked]
+
+
+def _runai(job: dict[str, Any]) -> list[Any]:
+    """Tensors of PyTorch, which its buffers hold."""
+    import runai_model_streamer as runai  # pyright: ignore[reportMissingImports]
+
+    streamer: Any = runai.SafetensorsStreamer()  # pyright: ignore[reportUnknownMemberType]
+    with streamer:
+        streamer.stream_files([f"s3://{job['bucket']}/{key}" for key, _ in job["files"]])
+        return [tensor.numpy() for _, tensor in streamer.get_tensors()]
+
+
 WAYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "mfload": _mfload,
     "mfload-first": _first,
     "mfload-eighth": _eighth,
     "obstore": _obstore,
+    "runai": _runai,
     "s3fs": _s3fs,
     "s5cmd": _s5cmd,
+    "tensorstore": _tensorstore,
 }
 
 

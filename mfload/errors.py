@@ -12,8 +12,11 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 _LISTED = 50  # Problems that are shown.
 
@@ -107,6 +110,24 @@ def after(why: str) -> Generator[None]:
     except MfloadError as error:
         error.add_note(f"the first place failed before: {why}")
         raise
+
+
+def let_go(error: BaseException) -> None:
+    """Takes the buffers out of an error's traceback, so that a kept error keeps no memory."""
+    import traceback
+
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        for frame, _ in traceback.walk_tb(each.__traceback__):
+            # An error that was carried over knows its callers too, by no traceback.
+            caller: FrameType | None = frame
+            with suppress(RuntimeError):  # It is running, and so are its callers.
+                while caller and caller.f_globals.get("__name__", "").startswith("mfload."):
+                    caller.clear()
+                    caller = caller.f_back
+        each = each.__cause__ or each.__context__
 
 
 class UsageError(MfloadError, ValueError):

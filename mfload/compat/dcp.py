@@ -27,7 +27,7 @@ from mfload.formats import checkpoint
 from mfload.frameworks import torch_adapter, torch_memory
 from mfload.frameworks.several import InPlaceAdapter
 from mfload.index import Box, Index
-from mfload.loading.session import Loader, Shared, let_go
+from mfload.loading.session import Loader, Shared
 from mfload.mesh import base, load as mesh_load
 from mfload.mesh.torch_backend import TorchBackend
 from mfload.options import LoadOptions, Options, started
@@ -175,7 +175,7 @@ class HuggingFaceReader(StorageReader):  # pyright: ignore[reportUntypedBaseClas
         except BaseException as error:
             if targets:
                 error.add_note("the state dict was being filled: some tensors may hold new values")
-            let_go(error)
+            errors.let_go(error)
             raise
         finally:
             for source in self._sources:

@@ -15,7 +15,7 @@ from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mfload.errors import MfloadError, counted
+from mfload.errors import MfloadError, counted, let_go
 from mfload.io.buffers import WorkerSlot
 from mfload.planning.blocks import Block, Lot, stored
 from mfload.runtime import Deadline, start as start_thread
@@ -153,7 +153,7 @@ class Engine:
         """The block that failed, or one that is waited for when the time is up."""
         self._crowds, self._recorder, self._trial = list(map(_Crowd, pools)), recorder, trial
         self._most = sum(crowd.most for crowd in self._crowds)
-        self._error: BaseException | None = None
+        self._failed: list[tuple[Block | None, BaseException]] = []
         self._stop, self._memory = threading.Event(), threading.Event()
         self._allocate: Callable[[], object] | None = None
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -190,8 +190,9 @@ class Engine:
             while left:
                 with suppress(queue.Empty):
                     self._news.get(timeout=max(0.0, min(_TICK, deadline.left())))
-                if self._error is not None:
-                    raise self._error
+                if self._failed:
+                    self.block, error = self._failed[0]
+                    raise error
                 shares = [*self._shares]
                 nbytes = sum(share.nbytes for share in shares) - came
                 done = len(blocks) - sum(share.blocks for share in shares)
@@ -216,7 +217,8 @@ class Engine:
             end = time.monotonic() + min(_GRACE, max(0.0, deadline.left()))
             for thread in self._threads:
                 thread.join(end - time.monotonic())
-            self._error = None  # It would keep itself alive, and the buffers in its frames.
+            error = None  # It would keep itself alive, and the buffers in its frames.
+            self._failed.clear()
 
     def _start(self) -> None:
         for crowd in self._crowds:
@@ -254,14 +256,15 @@ class Engine:
             share.track = self._recorder.begin(f"reader {self._shares.index(share) + 1}")
         try:
             crowd.work(share)
-        except BaseException as error:  # noqa: BLE001 - raised again in the loading thread
-            # Only the first failure is taken.
+        except BaseException as error:  # noqa: BLE001 - the first is raised in the loading thread
             if not self._stop.is_set():
-                self.block, self._error = share.block, error
+                self._failed.append((share.block, error))
                 self._stop.set()
+            if not any(error is each for _, each in self._failed[:1]):
+                let_go(error)
         finally:
             crowd.live.discard(number)
-            if self._error is not None or not any(each.live for each in self._crowds):
+            if self._failed or not any(each.live for each in self._crowds):
                 self._news.put(None)
 
 

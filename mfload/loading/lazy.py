@@ -23,7 +23,7 @@ from mfload.index import ChosenIndex, Columns, Index, TensorInfo
 from mfload.io import buffers, route
 from mfload.io.pread import FETCHED, PreadReader, fetch
 from mfload.loading import execute
-from mfload.loading.session import MAX_RANK, Loader, Shared, let_go, verifying
+from mfload.loading.session import MAX_RANK, Loader, Shared, verifying
 from mfload.options import LoadOptions, started
 from mfload.planning import extents, selection
 from mfload.planning.memory import Ledger
@@ -197,7 +197,7 @@ class _Reader:
             return None
         except (OSError, MemoryError, errors.MfloadError) as error:
             memory = None
-            let_go(error)
+            errors.let_go(error)
             raise execute.named(error, source.name, name)  # noqa: B904 - it has its cause
         view: View = _new(View, (name, dtype, shape, memory, at, ()))
         how = adapter.forms[dtype.name].how
@@ -308,7 +308,7 @@ class _Reader:
         except BlockingIOError:
             return None
         except (OSError, MemoryError, errors.MfloadError) as error:
-            let_go(error)
+            errors.let_go(error)
             raise execute.named(error, opened.name, info.name)  # noqa: B904 - it has its cause
         return leg, nbytes, used
 

@@ -9,9 +9,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from operator import attrgetter, itemgetter
-from types import FrameType, MappingProxyType
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,7 +191,7 @@ class Loader:
             results = list(session.results(arrays))
         except BaseException as error:
             arrays.clear()
-            let_go(error)
+            errors.let_go(error)
             if report is not None and recorder is not None:
                 _describe_failed(report, recorder, before)
             if isinstance(error, MemoryError) and not isinstance(error, errors.MfloadError):
@@ -902,21 +902,3 @@ def verifying(
 def least_overhead(options: LoadOptions) -> int:
     """The least `max_host_overhead` for readers onto the host, whatever files there are."""
     return limits.least(options.threads or execute.reader_threads(direct=True))
-
-
-def let_go(error: BaseException) -> None:
-    """Takes the buffers out of an error's traceback, so that a kept error keeps no memory."""
-    import traceback
-
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        seen.add(id(each))
-        for frame, _ in traceback.walk_tb(each.__traceback__):
-            # An error that was carried over knows its callers too, by no traceback.
-            caller: FrameType | None = frame
-            with suppress(RuntimeError):  # It is running, and so are its callers.
-                while caller and caller.f_globals.get("__name__", "").startswith("mfload."):
-                    caller.clear()
-                    caller = caller.f_back
-        each = each.__cause__ or each.__context__

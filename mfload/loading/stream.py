@@ -14,7 +14,7 @@ from mfload.dlpack import View
 from mfload.frameworks.base import Adapter
 from mfload.index import Index
 from mfload.io import buffers
-from mfload.loading.session import Loader, Shared, check, let_go, wanted_bytes
+from mfload.loading.session import Loader, Shared, check, wanted_bytes
 from mfload.options import LoadOptions
 from mfload.planning.memory import Ledger, grouped
 from mfload.planning.request import Request, names
@@ -67,7 +67,7 @@ class Stream(Iterator[tuple[str, Array]]):
             return next(self._rows)
         except BaseException as error:
             self._end(True)
-            let_go(error)
+            errors.let_go(error)
             raise
         finally:
             self._lock.release()

@@ -115,8 +115,9 @@ class _Cut(NamedTuple):
 
 
 class _Steps(NamedTuple):
-    """A slab in parts that each fit a row."""
+    """A slab in parts that each fit a row; of its rows that no one wants there are none."""
 
+    slab: Box  # The first that was cut so: others lie elsewhere.
     slabs: list[_Slab]
     alone: Any  # Of the wants of each, as arrays.
     small: Any
@@ -129,7 +130,8 @@ class _Sent(NamedTuple):
     reader: int
     first: int
     box: Box
-    steps: Sequence[_Slab]  # One a round; of the first slab that was cut like this one.
+    cut: Box  # The first slab that was cut like this one,
+    steps: Sequence[_Slab]  # and its parts, one a round.
 
 
 class _Rounds(Sequence[list[Parcel]]):
@@ -189,7 +191,7 @@ class _Rounds(Sequence[list[Parcel]]):
         `used` are the bytes of the reader's rows, by process, and `fore` those of small parcels.
         """
         box, want = sent.steps[step]
-        slab = _moved(box, sent.steps[0][0], sent.box)
+        slab = _moved(box, sent.cut, sent.box)
         mine, reader = self._rank, self._ranks[sent.reader]
         parts: Iterable[int] = want.parts.get(self._place, ())
         if mine is None or mine == reader:
@@ -270,7 +272,9 @@ class _Scheduler:
                 self._read = read
                 for box, want in cut.own:
                     (reader,) = want.bytes_of
-                    self._rounds.add(_Sent(tensor, reader, 0, box, [(box, want)]), travels=False)
+                    self._rounds.add(
+                        _Sent(tensor, reader, 0, box, box, [(box, want)]), travels=False
+                    )
                 slabs = cut.shared
             else:
                 slabs = cut.slabs
@@ -352,16 +356,16 @@ class _Scheduler:
 
     def _send(self, tensor: base.WantedTensor, box: Box, want: _Want, stays: int) -> None:
         """Takes the reader's next rounds for a slab, or the round `stays` if none of it travels."""
-        reader, first, steps = self._last, stays, [(box, want)]
+        reader, first, cut, steps = self._last, stays, box, [(box, want)]
         travels = [*want.bytes_of] != [reader]
         if travels:
             self._travels = True
-            steps, alone, small = self._steps(tensor, box, want)
+            cut, steps, alone, small = self._steps(tensor, box, want)
             first = self._next(reader, steps[-1][1], alone, small)
         self._trace += (reader, first)
         if self._place not in want.bytes_of and self._place not in (reader, -1):
             return
-        self._rounds.add(_Sent(tensor, reader, first, box, steps), travels)
+        self._rounds.add(_Sent(tensor, reader, first, box, cut, steps), travels)
         for place in want.bytes_of if self._place < 0 else (self._place,):
             if place != reader:
                 self._received[place] += want.bytes_of[place]
@@ -374,7 +378,7 @@ class _Scheduler:
                 groups = _groups(tensor, itertools.chain(*want.parts.values()))
                 slabs = self._slabs(tensor, box, groups, room=self._room)
             alone, small = np.array([(each.alone, each.small) for _, each in slabs]).T
-            steps = self._steps_of[id(want)] = _Steps(slabs, alone, small)
+            steps = self._steps_of[id(want)] = _Steps(box, slabs, alone, small)
         return steps
 
     def _next(self, reader: int, last: _Want, alone: Any, small: Any) -> int:

@@ -6,9 +6,11 @@ client, which takes half the processor time of obstore's `get` with its copy int
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import json
 import os
-import pickle
+import pkgutil
 import re
 import subprocess
 import sys
@@ -44,6 +46,14 @@ class Object(NamedTuple):
     key: str
     size: int
     validator: str | None
+
+    @staticmethod
+    def of(meta: Any) -> Object:
+        """What a listing of obstore says of one."""
+        validator = meta["e_tag"]
+        if validator and not validator.endswith('"'):  # Some list them without quotes.
+            validator = f'"{validator}"'
+        return Object(meta["path"], meta["size"], validator)
 
 
 class Answered(NamedTuple):
@@ -91,16 +101,32 @@ def in_fork() -> bool:
     return _home not in (None, os.getpid())
 
 
-def in_home(method: Callable[..., T]) -> Callable[..., T]:
-    """Has a method called in another process by forks, in which the threads of obstore are gone."""
+def in_home(
+    made: Callable[[Any], T],
+) -> Callable[[Callable[..., T]], Callable[..., T]]:
+    """Has a method called in another process by forks, in which the threads of obstore are gone.
 
-    @wraps(method)
-    def call(self: Access, *args: Any) -> T:
-        if _home in (None, os.getpid()):
-            return method(self, *args)
-        return _by_another(self, method.__name__, args)
+    `made` gives the value of the method from what JSON keeps of it.
+    """
 
-    return call
+    def wrapper(method: Callable[..., T]) -> Callable[..., T]:
+        @wraps(method)
+        def call(self: Access, *args: Any) -> T:
+            if _home in (None, os.getpid()):
+                return method(self, *args)
+            return made(_by_another(self, method.__name__, args))
+
+        return call
+
+    return wrapper
+
+
+def _as_objects(found: Any) -> list[Object] | None:
+    return None if found is None else [Object(*each) for each in found]
+
+
+def _as_level(found: Any) -> tuple[list[str], list[Object]]:
+    return found[0], [Object(*each) for each in found[1]]
 
 
 class Access:
@@ -237,7 +263,7 @@ class Access:
 
     # -- listings ------------------------------------------------------------------------------
 
-    @in_home
+    @in_home(_as_objects)
     def objects(self, prefix: str, most: int) -> list[Object] | None:
         """Objects below a prefix, of any depth; None if they are more than so many."""
         return self._listed(partial(self._objects, prefix, most), prefix)
@@ -246,19 +272,19 @@ class Access:
         pages = obstore().list(self.store, prefix or None, chunk_size=_PAGE)
         found = list[Object]()
         while page := self.bounded(lambda: next(pages, None), "listing the store"):
-            found += map(_object, page)
+            found += map(Object.of, page)
             if len(found) > most:
                 return None
         return found
 
-    @in_home
+    @in_home(_as_level)
     def level(self, prefix: str) -> tuple[list[str], list[Object]]:
         """Prefixes and objects directly below a prefix."""
 
         def call() -> tuple[list[str], list[Object]]:
             ask = partial(obstore().list_with_delimiter, self.store, prefix or None)
             found = self.bounded(ask, "listing the store")
-            return list(found["common_prefixes"]), [_object(each) for each in found["objects"]]
+            return list(found["common_prefixes"]), [Object.of(each) for each in found["objects"]]
 
         return self._listed(call, prefix)
 
@@ -348,20 +374,17 @@ def _deepest(text: str) -> str | None:
     return causes[-1] if causes else None
 
 
-def _object(meta: Any) -> Object:
-    validator = meta["e_tag"]
-    if validator and not validator.endswith('"'):  # Some list them without quotes.
-        validator = f'"{validator}"'
-    return Object(meta["path"], meta["size"], validator)
-
-
 def _by_another(access: Access, method: str, args: tuple[Any, ...]) -> Any:
-    """What a method gives in a fresh interpreter, or raises there."""
+    """What a method gives in a fresh interpreter, by JSON, or what it raises there, raised."""
+    kind, (*given, tls, rate) = access.__reduce__()
+    files = [None if each is None else os.fspath(each) for each in dataclasses.astuple(tls)]
+    name = f"{kind.__module__}:{kind.__name__}"
     try:
-        asked = pickle.dumps((access, method, args))
-    except (pickle.PicklingError, AttributeError, TypeError):
+        asked = json.dumps({"kind": name, "given": given, "tls": files, "rate": rate,
+                            "method": method, "args": args}).encode()  # fmt: skip
+    except TypeError:
         what = "the settings of the store can't be used in a fork: start processes by spawn"
-        raise errors.UsageError(what, file=access.url) from None
+        raise errors.UsageError(what, file=access.url, expected="text and numbers") from None
     path = os.pathsep.join(filter(None, sys.path))
     try:
         done = subprocess.run(
@@ -369,20 +392,27 @@ def _by_another(access: Access, method: str, args: tuple[Any, ...]) -> Any:
             stderr=subprocess.DEVNULL, timeout=PATIENCE, env={**os.environ, "PYTHONPATH": path},
             check=True,
         )  # fmt: skip
-        value, error = pickle.loads(done.stdout)
-    except (OSError, subprocess.SubprocessError, EOFError, pickle.UnpicklingError) as failure:
+        said = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as failure:
         what = "a fork could not ask the store by another process: start processes by spawn"
         raise errors.SourceError(what, file=access.url, found=type(failure).__name__) from None
-    if error is not None:
-        raise error
-    return value
+    if "error" in said:
+        raise getattr(errors, said["error"])(**said["fields"])
+    return said["value"]
 
 
 def answer() -> None:
-    """Calls the method that standard input names, and writes what it gives or raises."""
-    access, method, args = pickle.load(sys.stdin.buffer)
+    """Calls the method that standard input names, and writes what it gives or raises as JSON."""
+    asked = json.load(sys.stdin)
+    url, settings, timeout = asked["given"]
+    pairs = tuple((name, value) for name, value in settings)
+    make = pkgutil.resolve_name(asked["kind"])
+    access = make(url, pairs, timeout, Tls(*asked["tls"]), asked["rate"])
+    said: dict[str, Any]
     try:
-        done = getattr(access, method)(*args), None
+        said = {"value": getattr(access, asked["method"])(*asked["args"])}
     except errors.MfloadError as error:
-        done = None, error
-    sys.stdout.buffer.write(pickle.dumps(done))
+        names = ("message", "file", "tensor", "expected", "found")
+        fields = {name: getattr(error, name) for name in names}
+        said = {"error": type(error).__name__, "fields": fields}
+    json.dump(said, sys.stdout, default=str)

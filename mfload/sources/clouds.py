@@ -140,7 +140,7 @@ class CloudAccess(Access):
             token = self._token = found["token"], end.timestamp()
         return self._bearing(key, token[0], max(1.0, token[1] - _EARLY - now))
 
-    @in_home
+    @in_home(str)
     def sign(self, key: str) -> str:
         """The signed URL of an object."""
         try:

@@ -149,7 +149,7 @@ class S3Access(Access):
         except (obstore().exceptions.BaseError, OSError, ValueError, RuntimeError) as error:
             raise self.without_credentials(reason(error)) from None
 
-    sign = in_home(_sign)
+    sign = in_home(str)(_sign)
     """The signed URL of an object, with credentials that are asked for."""
 
     def stale(self, said: Answered) -> bool:

@@ -234,9 +234,9 @@ class StoreDirectory:
 
     def is_file(self, name: str) -> bool:
         """Whether an object has the name."""
-        return self._object(name) is not None
+        return self._found(name) is not None
 
-    def _object(self, name: str) -> Any:
+    def _found(self, name: str) -> Any:
         holder, name = self._holder(name)
         found = holder.entries.get(name) if holder else None
         return None if isinstance(found, dict) else found
@@ -254,7 +254,7 @@ class StoreDirectory:
 
     def file(self, name: str) -> HttpSource:
         """The source of an object, in the version that was listed."""
-        found = self._object(name)
+        found = self._found(name)
         if found is None:
             raise errors.SourceNotFoundError(
                 f"no such object in the store{errors.did_you_mean(name, self.names())}",

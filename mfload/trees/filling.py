@@ -108,7 +108,7 @@ def load_into(
     except BaseException as error:
         if filling is not None and (begun := filling.begun):
             _tell_what_is_torn(target, begun, error)
-        session.let_go(error)
+        errors.let_go(error)
         raise
     filled = {name for number in found.recipes for name in module.leaves[number].names}
     for part, names in torn.of(module.framework, target):

@@ -14,7 +14,7 @@ from typing import Any
 
 from mfload import errors, frameworks, sources as places
 from mfload.formats import checkpoint
-from mfload.loading.session import let_go, verifying
+from mfload.loading.session import verifying
 from mfload.options import UNMATCHED, LoadOptions, Options, started
 from mfload.progress import shown
 from mfload.report import Report, cleared
@@ -77,7 +77,7 @@ def fill(
                 raise wrong or AssertionError("a target without leaves")
             values = _values(target, tree.leaves, asked, path, how, done, backend, group, whole)
     except BaseException as error:
-        let_go(error)
+        errors.let_go(error)
         raise
     if asked.report is not None:
         done.notes = tuple(dict.fromkeys(done.notes))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import gc
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -235,3 +238,24 @@ def test_pages_of_a_target_are_made_at_once(
         assert made == [(memory.ctypes.data, memory.nbytes)]
         made.clear()
         np.testing.assert_array_equal(memory, {"whole": whole, "wide": wide}[name][part].ravel())
+
+
+def test_readers_that_fail_together_keep_no_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = samples.save(tmp_path / "w.safetensors", {"w": np.ones(32 << 20, np.uint8)})
+    both = threading.Barrier(2, timeout=20)
+
+    def preadv(*_: Any) -> int:
+        both.wait()
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(errors.ReadError):
+            _load(path, threads=2)
+        assert mfload.live_bytes() == 0
+    finally:
+        gc.enable()

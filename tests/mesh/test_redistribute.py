@@ -234,6 +234,21 @@ def test_an_encoded_piece_has_one_reader_that_goes_through_it_once(data: st.Data
     _agree(requests, 4096)
 
 
+@pytest.mark.parametrize("few", [(16, 17), (40, 48)])
+@pytest.mark.parametrize("encoded", [False, True])
+def test_a_slab_that_travels_in_steps_may_begin_with_rows_that_no_one_wants(
+    encoded: bool, few: tuple[int, int]
+) -> None:
+    info = tensor("w", "F32", (64, 96))
+    if encoded:
+        stored = Stored(encodings=(Encoding("zlib", info.nbytes),))
+        info = info._replace(pieces=(Piece(0, 0, 1000, stored),))
+    for boxes in ((few, (16, 48)), ((16, 48), few)):
+        parts = [Request(info, info.dtype, boxed(info, (rows, (0, 96)))) for rows in boxes]
+        requests = {rank: [part] for rank, part in enumerate(parts)}
+        _check_parcels(requests, make_schedule(requests, 4096))
+
+
 def test_what_its_reader_alone_wants_of_an_encoded_piece_comes_in_its_turn() -> None:
     info = tensor("w", "F32", (64, 96))
     stored = Stored(encodings=(Encoding("zlib", info.nbytes),))
