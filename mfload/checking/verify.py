@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import methodcaller
 from typing import Any, Literal, NamedTuple, get_args
 
 from mfload import deprecated, errors, sources
@@ -163,7 +162,7 @@ def verify(
     if not isinstance(checksums, bool):
         errors.check_choice("checksums", checksums, ALGORITHMS)
     seen = _headers(path, how)
-    choose = partial(_chosen, seen, manifest, mode, checksums, overwrite=overwrite)
+    choose = partial(_chosen, seen, manifest, mode, checksums, how, overwrite=overwrite)
     chosen = how.deadline.bound(choose, "reading the manifest", seen.found.name)
     check = _Check(seen, chosen, how, mode, checksums)
     check.expect(sha256)
@@ -395,7 +394,7 @@ class _Check:
             beside = "" if chosen.beside is None else f" at {chosen.beside}"
             seen.notes.append(f"there is no manifest{beside}: mode='write' makes one")
 
-    def _write(self, target: str, *, overwrite: bool) -> None:
+    def _write(self, target: Any, *, overwrite: bool) -> None:
         """Writes the manifest of what was hashed, unless the files were replaced meanwhile."""
         seen, digests, deadline = self.seen, self._digests, self._how.deadline
         names = manifests.relative_names(seen.found.names, seen.found.index_file)
@@ -408,10 +407,17 @@ class _Check:
         identity = manifests.identify(numbers, seen.sources, seen.tensors)
         by_name = {names[seen.sources[number].name]: each for number, each in identity.items()}
         made = Manifest.of(seen.tensors, digests if self.of_tensors else None, entries, by_name)
-        look = partial(sources.together, methodcaller("check"), seen.sources)
+        look = partial(sources.together, _check_now, seen.sources)
         check = partial(deadline.bound, look, "looking at the files again")
         files = [each.file for each in seen.sources if each.file is not None]
         text = made.text().encode()
+        if is_source(target):
+            from mfload.saving import uploads
+
+            there: Any = target
+            uploads.write_manifest(there, text, deadline, overwrite=overwrite, check=check)
+            self._written = there.name
+            return
         publishing.write_manifest(target, text, overwrite=overwrite, check=check, files=files)
         self._written = target
         for path in self._chosen.replaced:
@@ -477,23 +483,35 @@ def _own_sums(seen: Headers) -> list[tuple[int, Checksum]]:
 
 
 class _Chosen(NamedTuple):
-    """The manifest that a checkpoint is compared with, or the path of the one that is written.
+    """The manifest that a checkpoint is compared with, or the place of the one that is written.
 
     Attributes:
+        target: A path, or an object of a store.
         read_from: Where `known` was read from.
         replaced: Paths of those that go when one is written.
         beside: Where one would lie.
     """
 
     known: Manifest | None = None
-    target: str | None = None
+    target: Any = None
     read_from: Source | None = None
     replaced: Sequence[str] = ()
     beside: str | None = None
 
 
+def _check_now(source: Any) -> None:
+    """Raises if a file is another one by now; some ask again only if they are told to."""
+    getattr(source, "check_now", source.check)()
+
+
 def _chosen(
-    seen: Headers, manifest: Any, mode: str, checksums: bool | str, *, overwrite: bool
+    seen: Headers,
+    manifest: Any,
+    mode: str,
+    checksums: bool | str,
+    how: LoadOptions,
+    *,
+    overwrite: bool,
 ) -> _Chosen:
     writes, given, notes = mode == "write", manifest, list[str]()
     if not checksums and mode != "auto":
@@ -504,10 +522,16 @@ def _chosen(
     if (writes and isinstance(given, Manifest)) or (not checksums and given is not None):
         wanted = "a manifest for mode auto or check, the path of one for write"
         raise errors.UsageError("the manifest is not used", expected=wanted, found=repr(given))
-    if (writes and is_source(given)) or (given is None and mode != "auto"):
+    if writes and isinstance(given, str) and sources.is_store(given):
+        given = sources.find(given, how)
+    in_store = hasattr(given, "access")
+    if (writes and is_source(given) and not in_store) or (given is None and mode != "auto"):
         what = "no manifest can lie beside this checkpoint, or be written there"
         what = "; ".join([what, *notes])
         raise errors.UsageError(what, file=seen.found.name, expected="manifest=, the path of one")
+    if writes and in_store:
+        seen.notes += notes
+        return _Chosen(target=given)
     if writes:
         target = manifests.text_path(given)
         found, replaced = seen.found, list[str]()

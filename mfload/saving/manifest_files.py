@@ -24,7 +24,7 @@ from mfload.saving.targets import Location, mode_at
 from mfload.sources.local import is_cached
 
 _MARK = re.compile(rb'\s*\{\s*"mfload_checksums"\s*:')
-_HEAD = 4096
+HEAD = 4096
 _WHOLE = "; the checkpoint itself is whole and in its place, without a manifest"
 
 
@@ -51,12 +51,16 @@ def is_manifest(path: str) -> bool:
     with errors.AsTarget(path, "read the manifest"), contextlib.suppress(FileNotFoundError):
         if stat.S_ISREG(os.stat(path).st_mode):
             with open(path, "rb", opener=_opened) as file:
-                head = file.read(_HEAD)
+                head = file.read(HEAD)
     if head is None:
         return False
     # A loss of power may leave a name without its bytes.
-    lost = path.endswith(SUFFIX) and not head.strip(b"\0")
-    return lost or _MARK.match(head) is not None
+    return (path.endswith(SUFFIX) and not head.strip(b"\0")) or is_manifest_text(head)
+
+
+def is_manifest_text(head: bytes) -> bool:
+    """Whether a file that begins with `HEAD` such bytes is a manifest, also a damaged one."""
+    return _MARK.match(head) is not None
 
 
 def _opened(path: str, flags: int) -> int:

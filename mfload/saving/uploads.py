@@ -30,17 +30,18 @@ from mfload.options import LoadOptions, Options, started
 from mfload.runtime import Deadline, Forked
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import FileLayout
+from mfload.saving.manifest_files import HEAD, is_manifest_text
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.targets import Location
 from mfload.sources import stores
-from mfload.sources.access import in_fork, obstore, reason
+from mfload.sources.access import Access, in_fork, obstore, reason
 
 T = TypeVar("T")
 
 _PART = 16 << 20  # Bytes of a part; a store takes 10,000 of them.
 _PARTS_OF = 2048  # A larger file has larger parts: so many, at most.
 _TOGETHER = 4  # Parts under way at once.
-_PATIENCE = timedelta(hours=1)  # For a part.
+_PATIENCE = 3600.0  # Seconds for a part.
 
 
 class UploadedTarget(SaveTarget):
@@ -67,9 +68,7 @@ class UploadedTarget(SaveTarget):
     ) -> None:
         how = options if isinstance(options, LoadOptions) else started(options)
         self._access, key = stores.access_to(url, how)
-        if in_fork():
-            what = "a fork can't save to a store that its parent used"
-            raise errors.UsageError(what, file=self._access.url, expected="a spawned process")
+        self._bucket = _Bucket(self._access, how.deadline)
         whole = not key.endswith(SUFFIX)
         self._prefix = key.rstrip("/") if whole else posixpath.dirname(key)
         local = tempfile.mkdtemp(prefix="mfload-")
@@ -142,7 +141,7 @@ class UploadedTarget(SaveTarget):
         if manifest is None:
             gone |= {self.place.manifest} & self._there.keys()
         order = sorted(gone, key=lambda name: (name == self.place.index, name))
-        left = [name for name in order if not self._removed(name)]
+        left = [name for name in order if not self._bucket.removed(self._key(name))]
         if gone:
             notes.append(
                 f"removed of the old checkpoint: {', '.join(map(self._url, sorted(gone)))}"
@@ -153,9 +152,11 @@ class UploadedTarget(SaveTarget):
 
     def _upload(self, names: Sequence[str], last: str) -> None:
         new: list[str] = []
-        shards = {name for name in names if name.endswith(SUFFIX)} - {last}
+        # What the old checkpoint has too is replaced last: another writer may win.
+        shared = {name for name in names if name in self._there and not name.endswith(SUFFIX)}
+        after = (shared | {self.place.manifest}) & {*names} - {last}
         try:
-            for name in sorted(shards):
+            for name in sorted({*names} - after - {last}):
                 self._send(name, None if name in self._there else "create")
                 new += [] if name in self._there else [name]
         except BaseException:
@@ -166,87 +167,150 @@ class UploadedTarget(SaveTarget):
         except (errors.TargetError, errors.TargetExistsError):
             self._withdraw(new)  # After any other failure it may be there.
             raise
-        for name in sorted({*names} - shards - {last}):
+        for name in sorted(after):
             self._send(name, None if name in self._there else "create")
 
     def _withdraw(self, names: Sequence[str]) -> None:
         for name in names:
-            self._removed(name)
+            self._bucket.removed(self._key(name))
 
     def _send(self, name: str, mode: str | None) -> None:
         """Uploads a file; a small one only if nothing, or the old one, has its name."""
-        path, key = os.path.join(self.place.directory, name), self._key(name)
+        path, key, bucket = self.place.at(name), self._key(name), self._bucket
         size = os.path.getsize(path)
-        store, url = self._store, self._url(name)
-        if size <= _PART:
-            with open(path, "rb") as file:
-                data = file.read()
-            given: Any = {"mode": "create"} if mode == "create" else {}
-            if mode == "replace":
-                given = {"mode": self._version(name)}
-            self._do(lambda: obstore().put(store, key, data, use_multipart=False, **given), url)
+        if size > _PART:
+            if mode == "create" and name in self._listed():  # Parts have no conditions.
+                raise bucket.taken(key)
+            bucket.write_parts(key, path, size)
             return
-        if mode == "create" and name in self._listed():  # Parts have no conditions.
-            raise self._taken(url)
-        self._do(lambda: self._send_parts(path, key, size), url)
+        with open(path, "rb") as file:
+            data = file.read()
+        if mode == "create":
+            bucket.create(key, data)
+        elif mode == "replace":
+            bucket.replace(key, data, self._there[name])
+        else:
+            bucket.write(key, data)
 
-    def _version(self, name: str) -> dict[str, str]:
-        """What an update of an object is conditional on: that it is what was seen first."""
-        url = self._url(name)
-        found = self._do(lambda: obstore().head(self._store, self._key(name)), url)
-        said = {key: found[key] for key in ("e_tag", "version") if found[key] is not None}
-        seen = self._there[name]
+
+class _Bucket:
+    """Writes objects; what a store refuses is a typed error.
+
+    Args:
+        limit: When all has to be written.
+    """
+
+    def __init__(self, access: Access, limit: Deadline) -> None:
+        if in_fork():
+            what = "a fork can't save to a store that its parent used"
+            raise errors.UsageError(what, file=access.url, expected="a spawned process")
+        self.access, self._limit = access, limit
+
+    def url(self, key: str) -> str:
+        return f"{self.access.url}/{key}"
+
+    def create(self, key: str, data: bytes) -> None:
+        """Writes an object if there is none."""
+        self._put(key, data, mode="create")
+
+    def replace(self, key: str, data: bytes, seen: str | None) -> None:
+        """Writes an object if it is still of the version that was `seen`."""
+        found = self._do(lambda: obstore().head(self._store, key), key)
+        said = {name: found[name] for name in ("e_tag", "version") if found[name] is not None}
         if seen is not None and said.get("e_tag", seen).strip('"') != seen.strip('"'):
-            raise self._taken(url)
-        return said
+            raise self.taken(key)
+        self._put(key, data, mode=said)
+
+    def write(self, key: str, data: bytes) -> None:
+        """Writes an object, whatever is there."""
+        self._put(key, data)
+
+    def write_parts(self, key: str, path: str, size: int) -> None:
+        """Writes a large file, whatever is there; an error within aborts it."""
+        part = max(_PART, -(-size // _PARTS_OF))
+        how = {"buffer_size": part, "max_concurrency": _TOGETHER}
+
+        def send() -> None:
+            with open(path, "rb") as file, obstore().open_writer(self._store, key, **how) as out:
+                while data := file.read(part):
+                    self._left(key)
+                    out.write(data)
+
+        self._do(send, key)
+
+    def removed(self, key: str) -> bool:
+        """Removes an object; whether that was done."""
+        with contextlib.suppress(errors.MfloadError):
+            self._do(lambda: obstore().delete(self._store, key), key)
+            return True
+        return False
+
+    def taken(self, key: str) -> errors.TargetExistsError:
+        """The error where something else is there than before."""
+        what = "another writer saved there meanwhile; overwrite=True replaces what is there now"
+        return errors.TargetExistsError(what, file=self.url(key))
 
     @cached_property
     def _store(self) -> Any:
         """The bucket; a part may take long, where a listing may not."""
-        settings = dict(self._access.settings)
+        settings = dict(self.access.settings)
         client = dict(settings.get("client_options") or {})
-        settings["client_options"] = {"timeout": _PATIENCE} | client
-        return self._access.made_of(settings)
+        patience = timedelta(seconds=min(_PATIENCE, max(1.0, self._limit.left())))
+        settings["client_options"] = {"timeout": patience} | client
+        return self.access.made_of(settings)
 
-    def _send_parts(self, path: str, key: str, size: int) -> None:
-        part = max(_PART, -(-size // _PARTS_OF))
-        how = {"buffer_size": part, "max_concurrency": _TOGETHER}
-        # An error within aborts it.
-        with open(path, "rb") as file, obstore().open_writer(self._store, key, **how) as out:
-            while data := file.read(part):
-                out.write(data)
+    def _left(self, key: str) -> None:
+        if self._limit.left() <= 0:
+            raise self._limit.error("uploading", self.url(key))
 
-    def _removed(self, name: str) -> bool:
-        with contextlib.suppress(errors.MfloadError):
-            self._do(lambda: obstore().delete(self._store, self._key(name)), name)
-            return True
-        return False
+    def _put(self, key: str, data: bytes, **how: Any) -> None:
+        self._left(key)
+        self._do(lambda: obstore().put(self._store, key, data, use_multipart=False, **how), key)
 
-    def _taken(self, url: str) -> errors.TargetExistsError:
-        what = "another writer saved there meanwhile; overwrite=True replaces what is there now"
-        return errors.TargetExistsError(what, file=url)
-
-    def _do(self, call: Callable[[], T], url: str) -> T:
+    def _do(self, call: Callable[[], T], key: str) -> T:
         """Calls obstore; its errors become typed ones."""
-        kinds = obstore().exceptions
+        kinds, url = obstore().exceptions, self.url(key)
         try:
             return call()
         except errors.MfloadError:
             raise
         except (kinds.AlreadyExistsError, kinds.PreconditionError):
-            raise self._taken(url) from None
+            raise self.taken(key) from None
         except (kinds.BaseError, OSError, ValueError, RuntimeError) as error:
-            said = self._access.said(str(error))
+            self._left(key)
+            said = self.access.said(str(error))
             if said is None:
                 what = f"could not write to the store: {reason(error)}"
                 raise errors.WriteError(what, file=url) from None
             if said.status in (409, 412):
-                raise self._taken(url) from None
-            found = self._access.refused(said, None, url)
+                raise self.taken(key) from None
+            found = self.access.refused(said, None, url)
             denied = said.status in (401, 403)
             expected = "the right to write there" if denied else found.expected
             what = f"the store refuses to write: {found.message}"
             raise errors.TargetError(what, file=url, expected=expected, found=found.found) from None
+
+
+def write_manifest(
+    source: stores.StoreSource,
+    text: bytes,
+    limit: Deadline,
+    *,
+    overwrite: bool,
+    check: Callable[[], object],
+) -> None:
+    """Writes a manifest of a checkpoint that is there already (see `publishing.write_manifest`)."""
+    bucket, key = _Bucket(source.access, limit), source.key
+    _, objects = source.access.level(posixpath.dirname(key))
+    there = [each for each in objects if each.key == key]
+    if there and not (overwrite and is_manifest_text(source.read(0, min(HEAD, there[0].size)))):
+        what = "the file exists already; overwrite=True replaces it if it is a manifest"
+        raise errors.TargetExistsError(what, file=source.name)
+    check()
+    if there:
+        bucket.replace(key, text, there[0].validator)
+    else:
+        bucket.create(key, text)
 
 
 def _remove(directory: str, forked: Forked) -> None:

@@ -106,7 +106,9 @@ class CloudAccess(Access):
         return Request(self.place(key), {"Authorization": f"Bearer {token}"}, seconds)
 
     def _tokens(self) -> Callable[[], Any] | None:
-        """What gives tokens by the cloud's own package; None if that is not installed."""
+        """What gives tokens: one that was given, or the cloud's own package if it is installed."""
+        if self._provider is None:
+            self._provider = dict(self.settings).get("credential_provider")
         if self._provider is None:
             module, name = self.names.provider
             try:
@@ -134,6 +136,10 @@ class CloudAccess(Access):
         if token is None or token[1] - _EARLY < now:
             try:
                 found = tokens()
+                if "token" not in found:  # Such as a key of Azure's.
+                    return Request(self.sign(key), {}, _USED_FOR)
+            except errors.MfloadError:
+                raise
             except Exception as error:  # noqa: BLE001
                 raise self.without_credentials(reason(error)) from None
             end = found.get("expires_at") or datetime.now(UTC) + _SIGNED_FOR

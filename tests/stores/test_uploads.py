@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +296,90 @@ def test_a_fork_leaves_the_drafts_to_its_parent(
     assert held.is_dir()
     del target
     assert not held.exists()
+
+
+def test_a_manifest_is_written_beside(bucket: servers.Store, url: str) -> None:
+    place, sums = f"{url}/m.safetensors", f"{url}/m.safetensors.checksums.json"
+    mfload.save(ARRAYS, place)
+    made = mfload.verify(place, mode="write")
+    assert made.ok
+    assert made.manifest == sums
+    assert mfload.verify(place, mode="check").ok
+    with pytest.raises(errors.TargetExistsError, match="overwrite=True replaces it if it is a man"):
+        mfload.verify(place, mode="write")
+    assert mfload.verify(place, mode="write", overwrite=True).ok
+    bucket.put(sums.removeprefix(bucket.url()), b"mine")
+    with pytest.raises(errors.TargetExistsError, match="overwrite=True replaces it if it is a man"):
+        mfload.verify(place, mode="write", overwrite=True)
+    other = f"{url}/other.json"
+    assert mfload.verify(place, mode="write", manifest=other).ok
+    assert mfload.verify(place, mode="check", manifest=other).ok
+
+
+def test_a_manifest_of_what_was_replaced_is_not_written(
+    bucket: servers.Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"{url}/m.safetensors"
+    mfload.save(ARRAYS, place)
+    write = uploads.write_manifest
+
+    def late(*given: Any, **more: Any) -> None:
+        mfload.save({name: -each for name, each in ARRAYS.items()}, place, overwrite=True)
+        write(*given, **more)
+
+    monkeypatch.setattr(uploads, "write_manifest", late)
+    with pytest.raises(errors.SourceChangedError):
+        mfload.verify(place, mode="write")
+    assert listed(bucket, url) == ["m.safetensors"]
+
+
+def test_the_timeout_is_that_of_the_whole_upload(
+    bucket: servers.Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "_PART", 5 << 20)
+    slow = uploads._Bucket._left  # pyright: ignore[reportPrivateUsage]
+
+    def waits(self: Any, key: str) -> None:
+        time.sleep(0.5)
+        slow(self, key)
+
+    monkeypatch.setattr(uploads._Bucket, "_left", waits)  # pyright: ignore[reportPrivateUsage]
+    large = {"w": np.zeros(64 << 20, np.uint8)}
+    with pytest.raises(errors.LoadTimeoutError, match="uploading"):
+        mfload.save(large, f"{url}/m.safetensors", options=mfload.Options(timeout=2.0))
+    assert listed(bucket, url) == []
+    assert uploads_under_way(bucket) == 0
+
+
+@pytest.mark.parametrize("name", ["config.json", "adapter_config.json"])
+def test_new_files_beside_are_there_before_the_index(
+    bucket: servers.Store, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Those that an old checkpoint has too are replaced after it: another writer may win."""
+    (tmp_path / "m").mkdir()
+    mfload.save(ARRAYS, tmp_path / "m", max_shard_size="300kB")
+    bucket.put(f"{url}/config.json".removeprefix(bucket.url()), b"old")
+    (tmp_path / "m" / name).write_text("new")
+    send = uploads.UploadedTarget._send  # pyright: ignore[reportPrivateUsage]
+
+    def broken(self: Any, each: str, mode: str | None) -> None:
+        if each == INDEX:
+            raise errors.WriteError("the store is gone")
+        send(self, each, mode)
+
+    monkeypatch.setattr(uploads.UploadedTarget, "_send", broken)
+    with pytest.raises(errors.WriteError):
+        mfload.convert(tmp_path / "m", url)
+    assert listed(bucket, url) == ["config.json"]
+    import obstore
+
+    kept = obstore.get(bucket.client(), f"{url}/config.json".removeprefix(bucket.url()))
+    assert bytes(kept.bytes()) == b"old"
+    order: list[str] = []
+    monkeypatch.setattr(
+        uploads.UploadedTarget,
+        "_send",
+        lambda self, each, mode: (order.append(each), send(self, each, mode)),
+    )
+    mfload.convert(tmp_path / "m", url)
+    assert (order.index(name) < order.index(INDEX)) == (name == "adapter_config.json")
