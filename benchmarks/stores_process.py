@@ -27,7 +27,7 @@ _BLOCK, _AT_ONCE = 8 << 20, 16
 def _mfload(job: dict[str, Any]) -> list[Any]:
     import mfload
 
-    options = mfload.Options(store=job["store"])
+    options = mfload.Options(store=job["store"], threads=job.get("threads"))
     return list(mfload.load(job["url"], "numpy", options=options).values())
 
 

