@@ -105,6 +105,10 @@ class Transfer(NamedTuple):
             sources = self.recorder.watched(sources)
         mapped = [] if self.observer is None else _mapped_blocks(plan)
         concurrency = sources[plan.blocks[0].source].costs.concurrency if plan.blocks else None
+        if plan.decoding and concurrency is not None:
+            from mfload.sources import ahead  # Late: files do without.
+
+            sources = ahead.joined(sources, plan.blocks)
         threads = count_readers(
             plan,
             route,

@@ -552,6 +552,7 @@ class Session:
     def preview(self) -> Preview:
         """All of it, for people."""
         from mfload.loading.preview import Preview
+        from mfload.sources import ahead
 
         whole = self.plan()
         batches, notes, options = [whole], self.notes, self._options
@@ -565,14 +566,13 @@ class Session:
             notes += (f"a load would be refused now: {error}",)
         peak = kept = copied = beside = 0
         how, bounded = (self.route, self.threads, self.limits.costs.concurrency), options.timeout
-        far = [each.file is None and each.costs.concurrency is not None for each in self._sources]
         readers, asked, trips = [1], 0, 0
         if any(getattr(each, "of_cache", False) for each in self._sources):
             notes += ("requests for what the cache holds are not sent",)
         for batch in batches:
             plan, staged = batch.plan, batch.staging is not None
             readers.append(execute.count_readers(plan, *how, bounded=bool(bounded), staged=staged))
-            sent = sum(block.reads for block in plan.blocks if far[block.source])
+            sent = ahead.requests_for(self._sources, plan.blocks)
             asked, trips = asked + sent, trips + math.ceil(sent / max(1, readers[-1]))
             own, waiting = plan.buffer_bytes - plan.lent_bytes[None], plan.copied_bytes
             peak = max(peak, kept + own + batch.slots)

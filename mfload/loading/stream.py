@@ -32,7 +32,6 @@ BATCH = 64 << 20
 # Parts of the overhead: one for a batch of which the consumer still holds a tensor, one for what is
 # handed out, one for what is read meanwhile, and one for the readers.
 _PARTS = 4
-_TOGETHER = 1 << 20  # Bytes of a small tensor.
 _GRACE = 5.0  # Seconds that the end of a stream waits for reads under way.
 
 
@@ -334,22 +333,13 @@ def ahead(
     Tensors of up to 1 MiB that follow each other are fetched in runs of at most a block, or a part
     of the bytes that the stream may hold.
     """
-    runs, share = dict[int, list[tuple[int, int]]](), Ledger(options).share(_PARTS)
     if all(source.costs.concurrency is None for source in sources):
         return list(sources)  # Files do without.
-    for request in sorted(requests, key=lambda each: each.info.pieces[0][:2]):
-        for source, offset, nbytes, _ in request.info.pieces:
-            costs, file = sources[source].costs, sources[source].file
-            if costs.concurrency is None or file is not None or not 0 < nbytes <= _TOGETHER:
-                continue
-            mine, stop = runs.setdefault(source, []), offset + nbytes
-            near = mine and offset < mine[-1][1] + costs.merge_gap
-            if near and stop - mine[-1][0] <= min(costs.block, share):
-                mine[-1] = mine[-1][0], max(stop, mine[-1][1])
-            else:
-                mine.append((offset, stop))
-    from mfload.sources.ahead import AheadSource
+    from mfload.sources.ahead import AheadSource, runs_of
 
+    wanted = sorted(requests, key=lambda each: each.info.pieces[0][:2])
+    pieces = (piece[:3] for request in wanted for piece in request.info.pieces)
+    runs = runs_of(sources, pieces, Ledger(options).share(_PARTS))
     return [AheadSource(each, runs[n]) if n in runs else each for n, each in enumerate(sources)]
 
 

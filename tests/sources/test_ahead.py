@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 import random
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import serving
 
 import mfload
 from mfload import errors
-from mfload.sources.ahead import AheadSource
+from mfload.sources.ahead import AheadSource, runs_of
 from mfload.sources.base import Costs
 from mfload.sources.local import LocalFile
 from mfload.sources.memory import MemorySource
@@ -139,6 +141,40 @@ def test_what_was_not_fetched_is_read() -> None:
     source = AheadSource(_Counted(raw, refused=True), [(10, 50)])
     source.advance(10)
     assert _read(source, 12, 30) == raw[12:42]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_threads_that_read_pieces_in_turns_take_few_requests(seed: int) -> None:
+    draw = random.Random(seed)
+    raw = draw.randbytes(400_000)
+    source = _Counted(raw)
+    source.costs = Costs(concurrency=16, merge_gap=64, block=20_000)
+    pieces, at = list[tuple[int, int, int]](), 0
+    while at < 390_000:
+        nbytes = draw.randint(1, 3000)
+        pieces.append((0, at, nbytes))
+        at += nbytes + draw.choice((0, 0, 7, 63, 500))
+    runs = runs_of([source], pieces, 1 << 20)[0]
+    assert len(runs) < len(pieces) / 3
+    assert all(stop - start <= 20_000 for start, stop in runs)
+    ahead = AheadSource(source, runs, at_once=8)
+    waiting = iter(pieces)
+    lock = threading.Lock()
+
+    def work() -> None:
+        while True:
+            with lock:
+                _, offset, nbytes = next(waiting, (0, 0, 0))
+            if not nbytes:
+                return
+            assert _read(ahead, offset, nbytes) == raw[offset : offset + nbytes]
+
+    with ThreadPoolExecutor(8) as pool:
+        for each in [pool.submit(work) for _ in range(8)]:
+            each.result()
+    assert source.opened <= len(runs) + len(pieces) // 10
+    far = pieces[0]  # It was let go.
+    assert _read(ahead, *far[1:]) == raw[far[1] : far[1] + far[2]]
 
 
 def test_it_can_be_pickled(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ folder = Path(sys.argv[1])
 for kind in sys.argv[2:]:
     orbax_writer.save(folder / kind, kind, {{n: jax.numpy.asarray(w) for n, w in model.items()}})
 """
-KINDS = {"v0-ocdbt-zarr2-zstd": 41, "v0-files-zarr2-zstd": 70}
+KINDS = {"v0-ocdbt-zarr2-zstd": 27, "v0-files-zarr2-zstd": 70}
 
 
 @pytest.fixture(scope="module")
