@@ -17,6 +17,7 @@ import posixpath
 import secrets
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -34,7 +35,7 @@ from mfload.saving.manifest_files import HEAD, is_manifest_text
 from mfload.saving.publishing import SaveTarget
 from mfload.saving.targets import Location
 from mfload.sources import stores
-from mfload.sources.access import Access, in_fork, obstore, reason
+from mfload.sources.access import Access, Answered, in_fork, obstore, reason
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ _PART = 16 << 20  # Bytes of a part; a store takes 10,000 of them.
 _PARTS_OF = 2048  # A larger file has larger parts: so many, at most.
 _TOGETHER = 4  # Parts under way at once.
 _PATIENCE = 3600.0  # Seconds for a part.
+_CONFLICTS, _PAUSE = 5, 0.5  # How often a write that met another is repeated, and after how long.
 
 
 class UploadedTarget(SaveTarget):
@@ -84,7 +86,7 @@ class UploadedTarget(SaveTarget):
             what = "a checkpoint exists already; overwrite=True replaces it"
             raise errors.TargetExistsError(what, file=self._url(deciding[0]))
         self._old = self._shards() if place.index in self._there else set[str]()
-        self.place = _Marked(place.directory, place.name, whole=place.whole)
+        self.place: Any = _Marked(place.directory, place.name, whole=place.whole)
 
     def _key(self, name: str) -> str:
         return posixpath.join(self._prefix, name)
@@ -137,6 +139,7 @@ class UploadedTarget(SaveTarget):
             with open(self.place.at(last), "w", encoding="utf-8") as index:
                 json.dump({"metadata": {}, "weight_map": placed}, index)
         self._upload([each for each in os.listdir(front) if each[0] != "."], last)
+        notes += self._bucket.notes
         gone = {*self._old, self.place.name, self.place.index} & self._there.keys() - {*names}
         if manifest is None:
             gone |= {self.place.manifest} & self._there.keys()
@@ -151,24 +154,51 @@ class UploadedTarget(SaveTarget):
         return list(map(self._url, names)), [each.replace(front, self._url("")) for each in notes]
 
     def _upload(self, names: Sequence[str], last: str) -> None:
+        """Uploads the files, `last` after what it names."""
         new: list[str] = []
         # What the old checkpoint has too is replaced last: another writer may win.
         shared = {name for name in names if name in self._there and not name.endswith(SUFFIX)}
         after = (shared | {self.place.manifest}) & {*names} - {last}
         try:
             for name in sorted({*names} - after - {last}):
-                self._send(name, None if name in self._there else "create")
-                new += [] if name in self._there else [name]
+                marked = self.place.is_marked(name)
+                new += [name] if marked else []  # Before: it may be there without an answer.
+                self._send(name, None if marked or name in self._there else "create")
+                new += [] if marked or name in self._there else [name]
         except BaseException:
             self._withdraw(new)
             raise
         try:
             self._send(last, "replace" if last in self._there else "create")
-        except (errors.TargetError, errors.TargetExistsError):
-            self._withdraw(new)  # After any other failure it may be there.
-            raise
+        except errors.MfloadError as error:
+            # What was sent may have arrived, by a request whose answer was lost.
+            arrived = self._arrived(last)
+            if arrived is False and not isinstance(error, errors.WriteError):
+                self._withdraw(new)
+            elif not arrived and new:
+                error.add_note(f"it may still arrive, so what it names stays: {', '.join(new)}")
+            if not arrived:
+                raise
         for name in sorted(after):
             self._send(name, None if name in self._there else "create")
+
+    def _arrived(self, name: str) -> bool | None:
+        """Whether an object is what was to be uploaded; None if that can't be told."""
+        path = self.place.at(name)
+        size = os.path.getsize(path)
+        source = stores.StoreSource(self._access, self._key(name))
+        try:
+            if source.size != size:
+                return False
+            with open(path, "rb") as file:
+                return all(
+                    source.read(at, min(_PART, size - at)) == file.read(_PART)
+                    for at in range(0, size, _PART)
+                )
+        except errors.SourceNotFoundError:
+            return False
+        except errors.MfloadError:
+            return None
 
     def _withdraw(self, names: Sequence[str]) -> None:
         for name in names:
@@ -204,14 +234,20 @@ class _Bucket:
         if in_fork():
             what = "a fork can't save to a store that its parent used"
             raise errors.UsageError(what, file=access.url, expected="a spawned process")
-        self.access, self._limit = access, limit
+        self.access, self._limit, self.notes = access, limit, list[str]()
 
     def url(self, key: str) -> str:
         return f"{self.access.url}/{key}"
 
     def create(self, key: str, data: bytes) -> None:
         """Writes an object if there is none."""
-        self._put(key, data, mode="create")
+        try:
+            self._put(key, data, mode="create")
+        except _NoConditionsError:
+            with contextlib.suppress(errors.SourceNotFoundError):
+                if stores.StoreSource(self.access, key).size >= 0:
+                    raise self.taken(key) from None
+            self.write(key, data)
 
     def replace(self, key: str, data: bytes, seen: str | None) -> None:
         """Writes an object if it is still of the version that was `seen`."""
@@ -219,7 +255,10 @@ class _Bucket:
         said = {name: found[name] for name in ("e_tag", "version") if found[name] is not None}
         if seen is not None and said.get("e_tag", seen).strip('"') != seen.strip('"'):
             raise self.taken(key)
-        self._put(key, data, mode=said)
+        try:
+            self._put(key, data, mode=said)
+        except _NoConditionsError:
+            self.write(key, data)
 
     def write(self, key: str, data: bytes) -> None:
         """Writes an object, whatever is there."""
@@ -268,27 +307,61 @@ class _Bucket:
         self._do(lambda: obstore().put(self._store, key, data, use_multipart=False, **how), key)
 
     def _do(self, call: Callable[[], T], key: str) -> T:
-        """Calls obstore; its errors become typed ones."""
-        kinds, url = obstore().exceptions, self.url(key)
-        try:
-            return call()
-        except errors.MfloadError:
-            raise
-        except (kinds.AlreadyExistsError, kinds.PreconditionError):
-            raise self.taken(key) from None
-        except (kinds.BaseError, OSError, ValueError, RuntimeError) as error:
-            self._left(key)
-            said = self.access.said(str(error))
-            if said is None:
-                what = f"could not write to the store: {reason(error)}"
-                raise errors.WriteError(what, file=url) from None
-            if said.status in (409, 412):
+        """Calls obstore; its errors become typed ones. Credentials are renewed once."""
+        kinds, url, again, left = obstore().exceptions, self.url(key), False, _CONFLICTS
+        while True:
+            made = self.access.made
+            try:
+                return call()
+            except errors.MfloadError:
+                raise
+            except (kinds.AlreadyExistsError, kinds.PreconditionError):
                 raise self.taken(key) from None
-            found = self.access.refused(said, None, url)
-            denied = said.status in (401, 403)
-            expected = "the right to write there" if denied else found.expected
-            what = f"the store refuses to write: {found.message}"
-            raise errors.TargetError(what, file=url, expected=expected, found=found.found) from None
+            except (kinds.NotSupportedError, NotImplementedError):
+                raise self._without_conditions(url) from None
+            except (kinds.BaseError, OSError, ValueError, RuntimeError) as error:
+                self._left(key)
+                said = self.access.said(str(error))
+                if said is None:
+                    what = f"could not write to the store: {reason(error)}"
+                    raise errors.WriteError(what, file=url) from None
+            if not again and self.access.stale(said):
+                again = True
+                self.access.renew(made, said)
+                self.__dict__.pop("_store", None)
+            elif said.code == "ConditionalRequestConflict" and left:
+                left -= 1  # Another request for it was under way.
+                time.sleep(min(_PAUSE, max(0.0, self._limit.left())))
+            else:
+                raise self._refused(said, key)
+
+    def _refused(self, said: Answered, key: str) -> errors.MfloadError:
+        url = self.url(key)
+        if said.status in (409, 412):
+            return self.taken(key)
+        if said.status == 501:
+            return self._without_conditions(url)
+        if said.code == "NoSuchUpload":
+            what = "the store has forgotten an upload that was under way"
+            return errors.WriteError(what, file=url, found=str(said))
+        found = self.access.refused(said, None, url)
+        denied = said.status in (401, 403)
+        expected = "the right to write there" if denied else found.expected
+        what = f"the store refuses to write: {found.message}"
+        kind = errors.WriteError if said.status >= 500 else errors.TargetError
+        return kind(what, file=url, expected=expected, found=found.found)
+
+    def _without_conditions(self, url: str) -> _NoConditionsError:
+        note = "the store has no conditional writes: of two writers at once, the last wins"
+        if note not in self.notes:
+            self.notes.append(note)
+        return _NoConditionsError(
+            "the store refuses to write, with and without conditions", file=url
+        )
+
+
+class _NoConditionsError(errors.TargetError):
+    """A store does not know conditional writes."""
 
 
 def write_manifest(
@@ -326,6 +399,10 @@ class _Marked(Location):
         """Names of so many shards."""
         names, stem = super().shards(count), self.stem
         return [f"{stem}-{self._mark}{name.removeprefix(stem)}" for name in names]
+
+    def is_marked(self, name: str) -> bool:
+        """Whether no other save gives the name."""
+        return name.startswith(f"{self.stem}-{self._mark}-")
 
     @cached_property
     def _mark(self) -> str:

@@ -118,6 +118,8 @@ class Proxy:
     connections: int = 0
     sent: int = 0  # Bytes of bodies.
     planned: list[_Planned] = field(default_factory=list)
+    # Says what is answered, such as `501 Not Implemented`, to what the server is not to see.
+    instead: Callable[[Request], str | None] = lambda _: None
 
     def url(self, path: str) -> str:
         """The URL of a path of the server, through the proxy."""
@@ -313,6 +315,11 @@ async def _exchange(
     method, path, _ = line.split(" ", 2)
     request = Request(method, path, {k.lower(): v for k, v in headers.items()}, number)
     proxy.requests.append(request)
+    if (status := proxy.instead(request)) is not None:
+        await client[0].readexactly(int(request.headers.get("content-length", 0)))
+        client[1].write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+        await client[1].drain()
+        return
     lines = [line, *(f"{k}: {v}" for k, v in headers.items())]
     server[1].write(("\r\n".join(lines) + "\r\n\r\n").encode("latin-1"))
     await _pass_body(request, client[0], server[1])

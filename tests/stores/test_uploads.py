@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import proxy as proxies
 import pytest
 import servers
 
@@ -364,11 +365,11 @@ def test_new_files_beside_are_there_before_the_index(
 
     def broken(self: Any, each: str, mode: str | None) -> None:
         if each == INDEX:
-            raise errors.WriteError("the store is gone")
+            raise errors.TargetError("the store refuses")
         send(self, each, mode)
 
     monkeypatch.setattr(uploads.UploadedTarget, "_send", broken)
-    with pytest.raises(errors.WriteError):
+    with pytest.raises(errors.TargetError):
         mfload.convert(tmp_path / "m", url)
     assert listed(bucket, url) == ["config.json"]
     import obstore
@@ -383,3 +384,61 @@ def test_new_files_beside_are_there_before_the_index(
     )
     mfload.convert(tmp_path / "m", url)
     assert (order.index(name) < order.index(INDEX)) == (name == "adapter_config.json")
+
+
+def _losing(proxy: proxies.Proxy, fault: proxies.Fault, path: str, times: int = 1) -> None:
+    """Has the answers of PUTs to a path lost; the store has done what they asked for."""
+    proxy.plan(fault, path=path, times=times)
+    planned = proxy.fault_of
+    proxy.fault_of = lambda asked: planned(asked) if asked.method == "PUT" else None
+
+
+@pytest.mark.parametrize("fault", [proxies.refuse("500 Internal Server Error"), proxies.silence(0)])
+@pytest.mark.parametrize("before", ["nothing", "shards", "file"])
+@pytest.mark.parametrize("after", ["shards", "file"])
+@pytest.mark.parametrize("lost", [1, 100])
+def test_a_save_whose_answer_is_lost(
+    bucket: servers.Store, url: str, fault: proxies.Fault, before: str, after: str, lost: int
+) -> None:
+    """It came to pass; and nothing that the index names is removed, whatever is said."""
+    sizes: dict[str, Any] = {"shards": "150kB", "file": None}
+    if before != "nothing":
+        mfload.save(ARRAYS, url, max_shard_size=sizes[before])
+    decides = INDEX if "shards" in (before, after) else "model.safetensors"
+    twice = {name: 2 * each for name, each in ARRAYS.items()}
+    with proxies.proxying(bucket.port) as proxy:
+        _losing(proxy, fault, f"/{decides}", lost)
+        store = {**bucket.options, "endpoint": f"http://127.0.0.1:{proxy.port}"}
+        options = mfload.Options(store=store | {"retry_config": {"max_retries": 2}})
+        mfload.save(
+            twice, url, max_shard_size=sizes[after], overwrite=before != "nothing", options=options
+        )
+    check(mfload.load(url, "numpy"), 2)
+    there = listed(bucket, url)
+    assert len(there) == (5 if after == "shards" else 1), there
+
+
+def test_a_shard_whose_answer_is_lost_is_not_left(bucket: servers.Store, url: str) -> None:
+    with proxies.proxying(bucket.port) as proxy:
+        _losing(proxy, proxies.silence(0), "-00002-of-00004", 100)
+        store = {**bucket.options, "endpoint": f"http://127.0.0.1:{proxy.port}"}
+        options = mfload.Options(store=store | {"retry_config": {"max_retries": 1}})
+        with pytest.raises(errors.WriteError):
+            mfload.save(ARRAYS, url, max_shard_size="150kB", options=options)
+    assert listed(bucket, url) == []
+
+
+def test_a_store_without_conditional_writes(bucket: servers.Store, url: str) -> None:
+    with proxies.proxying(bucket.port) as proxy:
+        proxy.instead = lambda asked: (
+            "501 Not Implemented" if {"if-none-match", "if-match"} & {*asked.headers} else None
+        )
+        store = {**bucket.options, "endpoint": f"http://127.0.0.1:{proxy.port}"}
+        for settings in ({}, {"conditional_put": "disabled"}):
+            options = mfload.Options(store=store | settings)
+            place = f"{url}/{len(settings)}/m.safetensors"
+            done = mfload.save(ARRAYS, place, options=options)
+            assert any("of two writers at once, the last wins" in each for each in done.notes)
+            check(mfload.load(place, "numpy"))
+            with pytest.raises(errors.TargetExistsError):
+                mfload.save(ARRAYS, place, options=options)
