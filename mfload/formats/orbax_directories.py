@@ -153,6 +153,7 @@ def locate(
 def _steps(directory: Directory, names: Sequence[str], prefix: str | None) -> list[Step]:
     """The steps of a root that are directories; none if it is not a root."""
     found: list[Step] = []
+    last, told = set[str](), set[str]()  # Steps that have the file that is written last, or another
     for name in names:
         made = numbered(name.partition(_TEMPORARY)[0], prefix)
         if made is None or not directory.is_directory(name):
@@ -166,7 +167,11 @@ def _steps(directory: Directory, names: Sequence[str], prefix: str | None) -> li
             continue
         whole = place.is_file(TREE) or bool(_trees(place))
         found.append(Step(*made, name, _TEMPORARY not in name and whole and _committed(place)))
-    return found
+        last |= {name} if place.is_file(_COMMITTED) else set()
+        told |= {name} if place.is_file(CHECKPOINT) else set()  # that says the same.
+    if not last:
+        return found
+    return [each._replace(finished=each.finished and each.name in last | told) for each in found]
 
 
 def _choose(directory: Directory, found: Sequence[Step], step: Number | None) -> Step:

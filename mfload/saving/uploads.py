@@ -11,31 +11,34 @@ A single file of several parts has no such condition: of two writers of one, the
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import posixpath
+import re
 import secrets
 import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
-from typing import Any, TypeVar
+from functools import cached_property, partial
+from typing import Any, BinaryIO, TypeVar
 
 from mfload import errors
+from mfload.formats import safetensors
 from mfload.formats.discovery import SUFFIX, read_index
 from mfload.options import LoadOptions, Options, started
-from mfload.runtime import Deadline, Forked
+from mfload.runtime import Deadline, Forked, start
 from mfload.saving.drafts import Draft
 from mfload.saving.layout import FileLayout
 from mfload.saving.manifest_files import HEAD, is_manifest_text
 from mfload.saving.publishing import SaveTarget
-from mfload.saving.targets import Location
+from mfload.saving.targets import OTHERS, Location
 from mfload.sources import stores
-from mfload.sources.access import Access, Answered, in_fork, obstore, reason
+from mfload.sources.access import Access, Answered, in_fork, no_panic, obstore, reason
 
 T = TypeVar("T")
 
@@ -43,6 +46,8 @@ _PART = 16 << 20  # Bytes of a part; a store takes 10,000 of them.
 _PARTS_OF = 2048  # A larger file has larger parts: so many, at most.
 _TOGETHER = 4  # Parts under way at once.
 _PATIENCE = 3600.0  # Seconds for a part.
+_REMOVING = 20.0  # Seconds for removing an object,
+_ABORTING = 5.0  # and for a part under way that is the last.
 _CONFLICTS, _PAUSE = 5, 0.5  # How often a write that met another is repeated, and after how long.
 
 
@@ -76,6 +81,10 @@ class UploadedTarget(SaveTarget):
         local = tempfile.mkdtemp(prefix="mfload-")
         self._clean_up = weakref.finalize(self, _remove, local, Forked())
         name = "" if whole else posixpath.basename(key)
+        if key[-1:] != "/" and key.lower().endswith((*OTHERS, ".json")):
+            what = "checkpoints are written as safetensors; the name is one of another format"
+            expected = f"a {SUFFIX} file or a directory"
+            raise errors.UsageError(what, file=f"{self._access.url}/{key}", expected=expected)
         super().__init__(os.path.join(local, name), False, stem, sealed=sealed)
         self.path = self._url(self.place.name)
         self._may_replace = overwrite
@@ -87,6 +96,10 @@ class UploadedTarget(SaveTarget):
             raise errors.TargetExistsError(what, file=self._url(deciding[0]))
         self._old = self._shards() if place.index in self._there else set[str]()
         self.place: Any = _Marked(place.directory, place.name, whole=place.whole)
+        # An index goes on to decide, and so does one beside what a killed save left.
+        left = re.compile(rf"{re.escape(place.stem)}-[0-9a-f]{{8}}-\d+-of-\d+{SUFFIX}")
+        strays = any(map(left.fullmatch, self._there))
+        self.place.indexed = whole and (strays or place.index in self._there)
 
     def _key(self, name: str) -> str:
         return posixpath.join(self._prefix, name)
@@ -131,20 +144,32 @@ class UploadedTarget(SaveTarget):
         files, notes = super().publish(drafts, layouts, manifest)
         front = os.path.join(self.place.directory, "")
         names = [path.removeprefix(front) for path in files]
+        if names == self.place.shards(1):
+            names.append(self.place.index)
+            with open(self.place.at(self.place.index), "wb") as index:
+                index.write(_leading((each.name for each in layouts[0].entries), names[0]))
         last = names[-1]
+        if last == self.place.name and self._old == {last}:
+            # It leads to what is replaced now.
+            if not self._bucket.removed(self._key(self.place.index), self._there[self.place.index]):
+                raise self._bucket.taken(self._key(self.place.index))
+            del self._there[self.place.index]
         if self.place.index in self._there and last == self.place.name:
             # Loads follow the index. So the old one leads to the file until its shards are gone.
             last = self.place.index
-            placed = dict.fromkeys((each.name for each in layouts[0].entries), self.place.name)
-            with open(self.place.at(last), "w", encoding="utf-8") as index:
-                json.dump({"metadata": {}, "weight_map": placed}, index)
+            with open(self.place.at(last), "wb") as index:
+                index.write(_leading((e.name for e in layouts[0].entries), self.place.name))
+        elif last == self.place.index and self.place.name in self._there.keys() - {last}:
+            self._lead_to_the_old(last)
         self._upload([each for each in os.listdir(front) if each[0] != "."], last)
         notes += self._bucket.notes
         gone = {*self._old, self.place.name, self.place.index} & self._there.keys() - {*names}
         if manifest is None:
             gone |= {self.place.manifest} & self._there.keys()
         order = sorted(gone, key=lambda name: (name == self.place.index, name))
-        left = [name for name in order if not self._bucket.removed(self._key(name))]
+        left = [
+            name for name in order if not self._bucket.removed(self._key(name), self._there[name])
+        ]
         if gone:
             notes.append(
                 f"removed of the old checkpoint: {', '.join(map(self._url, sorted(gone)))}"
@@ -153,18 +178,37 @@ class UploadedTarget(SaveTarget):
             notes.append(f"could not be removed, and belong to nothing: {', '.join(left)}")
         return list(map(self._url, names)), [each.replace(front, self._url("")) for each in notes]
 
+    def _lead_to_the_old(self, name: str) -> None:
+        """Has an index, if there is none, lead to a single file until it leads to the shards.
+
+        With shards and without an index, it would not be clear which of them is meant.
+        """
+        if name in self._there:
+            return
+        old = stores.StoreSource(self._access, self._key(self.place.name))
+        tensors, _ = safetensors.read(old)
+        made = _leading((each.name for each in tensors), self.place.name)
+        try:
+            self._there[name] = self._bucket.create(self._key(name), made)
+        except errors.MfloadError:
+            if not self._arrived(name, io.BytesIO(made)):
+                raise
+            self._there[name] = None
+
     def _upload(self, names: Sequence[str], last: str) -> None:
         """Uploads the files, `last` after what it names."""
-        new: list[str] = []
+        new: dict[str, str | None] = {}  # With the version of those that others may replace.
         # What the old checkpoint has too is replaced last: another writer may win.
         shared = {name for name in names if name in self._there and not name.endswith(SUFFIX)}
         after = (shared | {self.place.manifest}) & {*names} - {last}
         try:
             for name in sorted({*names} - after - {last}):
                 marked = self.place.is_marked(name)
-                new += [name] if marked else []  # Before: it may be there without an answer.
-                self._send(name, None if marked or name in self._there else "create")
-                new += [] if marked or name in self._there else [name]
+                if marked:  # Before: it may be there without an answer.
+                    new[name] = None
+                sent = self._send(name, None if marked or name in self._there else "create")
+                if not marked and name not in self._there:
+                    new[name] = sent
         except BaseException:
             self._withdraw(new)
             raise
@@ -172,8 +216,10 @@ class UploadedTarget(SaveTarget):
             self._send(last, "replace" if last in self._there else "create")
         except errors.MfloadError as error:
             # What was sent may have arrived, by a request whose answer was lost.
-            arrived = self._arrived(last)
-            if arrived is False and not isinstance(error, errors.WriteError):
+            with open(self.place.at(last), "rb") as sent:
+                arrived = self._arrived(last, sent)
+            refused = isinstance(error, errors.TargetError | errors.TargetExistsError)
+            if arrived is False and refused and not isinstance(error, errors.WriteError):
                 self._withdraw(new)
             elif not arrived and new:
                 error.add_note(f"it may still arrive, so what it names stays: {', '.join(new)}")
@@ -182,45 +228,44 @@ class UploadedTarget(SaveTarget):
         for name in sorted(after):
             self._send(name, None if name in self._there else "create")
 
-    def _arrived(self, name: str) -> bool | None:
+    def _arrived(self, name: str, sent: BinaryIO) -> bool | None:
         """Whether an object is what was to be uploaded; None if that can't be told."""
-        path = self.place.at(name)
-        size = os.path.getsize(path)
+        size = sent.seek(0, os.SEEK_END)
+        sent.seek(0)
         source = stores.StoreSource(self._access, self._key(name))
         try:
             if source.size != size:
                 return False
-            with open(path, "rb") as file:
-                return all(
-                    source.read(at, min(_PART, size - at)) == file.read(_PART)
-                    for at in range(0, size, _PART)
-                )
+            parts = range(0, size, _PART)
+            return all(source.read(at, min(_PART, size - at)) == sent.read(_PART) for at in parts)
         except errors.SourceNotFoundError:
             return False
         except errors.MfloadError:
             return None
 
-    def _withdraw(self, names: Sequence[str]) -> None:
-        for name in names:
-            self._bucket.removed(self._key(name))
+    def _withdraw(self, names: dict[str, str | None]) -> None:
+        for name, version in names.items():
+            if version is not None or self.place.is_marked(name):
+                self._bucket.removed(self._key(name), version)
 
-    def _send(self, name: str, mode: str | None) -> None:
-        """Uploads a file; a small one only if nothing, or the old one, has its name."""
+    def _send(self, name: str, mode: str | None) -> str | None:
+        """Uploads a file; a small one only if nothing, or the old one, has its name.
+
+        Returns its version, if the store says it.
+        """
         path, key, bucket = self.place.at(name), self._key(name), self._bucket
         size = os.path.getsize(path)
         if size > _PART:
             if mode == "create" and name in self._listed():  # Parts have no conditions.
                 raise bucket.taken(key)
-            bucket.write_parts(key, path, size)
-            return
+            return bucket.write_parts(key, path, size)
         with open(path, "rb") as file:
             data = file.read()
         if mode == "create":
-            bucket.create(key, data)
-        elif mode == "replace":
-            bucket.replace(key, data, self._there[name])
-        else:
-            bucket.write(key, data)
+            return bucket.create(key, data)
+        if mode == "replace":
+            return bucket.replace(key, data, self._there[name])
+        return bucket.write(key, data)
 
 
 class _Bucket:
@@ -235,37 +280,38 @@ class _Bucket:
             what = "a fork can't save to a store that its parent used"
             raise errors.UsageError(what, file=access.url, expected="a spawned process")
         self.access, self._limit, self.notes = access, limit, list[str]()
+        self._over = False  # Whether a part under way is to be the last.
 
     def url(self, key: str) -> str:
         return f"{self.access.url}/{key}"
 
-    def create(self, key: str, data: bytes) -> None:
-        """Writes an object if there is none."""
+    def create(self, key: str, data: bytes) -> str | None:
+        """Writes an object if there is none; returns its version, if the store says it."""
         try:
-            self._put(key, data, mode="create")
+            return self._put(key, data, mode="create")
         except _NoConditionsError:
             with contextlib.suppress(errors.SourceNotFoundError):
                 if stores.StoreSource(self.access, key).size >= 0:
                     raise self.taken(key) from None
-            self.write(key, data)
+            return self.write(key, data)
 
-    def replace(self, key: str, data: bytes, seen: str | None) -> None:
-        """Writes an object if it is still of the version that was `seen`."""
+    def replace(self, key: str, data: bytes, seen: str | None) -> str | None:
+        """Writes an object if it is still of the version that was `seen`; see `create`."""
         found = self._do(lambda: obstore().head(self._store, key), key)
         said = {name: found[name] for name in ("e_tag", "version") if found[name] is not None}
         if seen is not None and said.get("e_tag", seen).strip('"') != seen.strip('"'):
             raise self.taken(key)
         try:
-            self._put(key, data, mode=said)
+            return self._put(key, data, mode=said)
         except _NoConditionsError:
-            self.write(key, data)
+            return self.write(key, data)
 
-    def write(self, key: str, data: bytes) -> None:
-        """Writes an object, whatever is there."""
-        self._put(key, data)
+    def write(self, key: str, data: bytes) -> str | None:
+        """Writes an object, whatever is there; returns its version, if the store says it."""
+        return self._put(key, data)
 
-    def write_parts(self, key: str, path: str, size: int) -> None:
-        """Writes a large file, whatever is there; an error within aborts it."""
+    def write_parts(self, key: str, path: str, size: int) -> str | None:
+        """Writes a large file, whatever is there; an error within aborts it. See `create`."""
         part = max(_PART, -(-size // _PARTS_OF))
         how = {"buffer_size": part, "max_concurrency": _TOGETHER}
 
@@ -276,11 +322,19 @@ class _Bucket:
                     out.write(data)
 
         self._do(send, key)
-
-    def removed(self, key: str) -> bool:
-        """Removes an object; whether that was done."""
         with contextlib.suppress(errors.MfloadError):
-            self._do(lambda: obstore().delete(self._store, key), key)
+            return self._do(lambda: obstore().head(self._store, key), key)["e_tag"]
+        return None
+
+    def removed(self, key: str, seen: str | None) -> bool:
+        """Removes an object, unless it is of another version than was `seen`; whether it did."""
+        limit = Deadline(_REMOVING)  # Also when the time for all is over.
+        with contextlib.suppress(errors.MfloadError):
+            if seen is not None:
+                found = self._do(lambda: obstore().head(self._store, key), key, limit)["e_tag"]
+                if found is not None and found.strip('"') != seen.strip('"'):
+                    return False
+            self._do(lambda: obstore().delete(self._store, key), key, limit)
             return True
         return False
 
@@ -299,20 +353,22 @@ class _Bucket:
         return self.access.made_of(settings)
 
     def _left(self, key: str) -> None:
-        if self._limit.left() <= 0:
+        if self._over or self._limit.left() <= 0:
             raise self._limit.error("uploading", self.url(key))
 
-    def _put(self, key: str, data: bytes, **how: Any) -> None:
+    def _put(self, key: str, data: bytes, **how: Any) -> str | None:
         self._left(key)
-        self._do(lambda: obstore().put(self._store, key, data, use_multipart=False, **how), key)
+        put = partial(obstore().put, use_multipart=False, **how)
+        return self._do(lambda: put(self._store, key, data), key)["e_tag"]
 
-    def _do(self, call: Callable[[], T], key: str) -> T:
+    def _do(self, call: Callable[[], T], key: str, limit: Deadline | None = None) -> T:
         """Calls obstore; its errors become typed ones. Credentials are renewed once."""
+        limit = limit or self._limit
         kinds, url, again, left = obstore().exceptions, self.url(key), False, _CONFLICTS
         while True:
             made = self.access.made
             try:
-                return call()
+                return self._waited_for(partial(no_panic, call), url, limit)
             except errors.MfloadError:
                 raise
             except (kinds.AlreadyExistsError, kinds.PreconditionError):
@@ -335,6 +391,18 @@ class _Bucket:
             else:
                 raise self._refused(said, key)
 
+    def _waited_for(self, call: Callable[[], T], url: str, limit: Deadline) -> T:
+        """Calls in a thread, so that an interrupt, or the end of the time, ends the waiting."""
+        task = start(call, "mfload-upload")
+        try:
+            if not task.join(None if limit.seconds is None else limit.left()):
+                raise limit.error("uploading", url)
+        except BaseException:
+            self._over = True
+            task.join(_ABORTING)
+            raise
+        return task.result()
+
     def _refused(self, said: Answered, key: str) -> errors.MfloadError:
         url = self.url(key)
         if said.status in (409, 412):
@@ -344,7 +412,7 @@ class _Bucket:
         if said.code == "NoSuchUpload":
             what = "the store has forgotten an upload that was under way"
             return errors.WriteError(what, file=url, found=str(said))
-        found = self.access.refused(said, None, url)
+        found = self.access.refused(said, key, url)
         denied = said.status in (401, 403)
         expected = "the right to write there" if denied else found.expected
         what = f"the store refuses to write: {found.message}"
@@ -392,6 +460,11 @@ def _remove(directory: str, forked: Forked) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
+def _leading(names: Iterable[str], file: str) -> bytes:
+    """An index that leads to a single file."""
+    return json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, file)}).encode()
+
+
 class _Marked(Location):
     """A place whose shards have names that no other save gives."""
 
@@ -403,6 +476,13 @@ class _Marked(Location):
     def is_marked(self, name: str) -> bool:
         """Whether no other save gives the name."""
         return name.startswith(f"{self.stem}-{self._mark}-")
+
+    indexed = False
+    """Whether a single file is a shard, too."""
+
+    def names(self, count: int) -> list[str]:
+        """Names of so many files."""
+        return self.shards(1) if self.indexed and count == 1 else super().names(count)
 
     @cached_property
     def _mark(self) -> str:

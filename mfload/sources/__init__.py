@@ -38,6 +38,12 @@ gives what reads these, given the number of the first (see `DirectoryFormat.read
 local_file: Callable[..., Source] = LocalFile
 """The source of a path of this machine."""
 
+_ALIASES = {
+    **dict.fromkeys(("s3a", "s3n"), "write s3://"),
+    "gcs": "write gs://",
+    **dict.fromkeys(("wasb", "wasbs", "adl", "azure"), "write az:// or abfs://"),
+    "huggingface": "write hf://",
+}
 _HEAD = 64 << 10  # Bytes of a file that are fetched at once with the first of the others.
 _NEED_FILES = ("mmap", "direct", "gds")
 
@@ -64,7 +70,7 @@ def place(where: PathOrBytes | Directory, options: LoadOptions | None = None) ->
             return local_file(os.fspath(where))
         scheme = where.partition("://")[0].lower()
         if scheme not in SCHEMES:
-            how = {"file": "give the path alone"}
+            how = {"file": "give the path alone"} | _ALIASES
             raise errors.SourceNotFoundError(
                 f"mfload reads no {scheme}:// URLs: {how.get(scheme, 'download it first')}",
                 file=redacted(where),

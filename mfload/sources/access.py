@@ -22,16 +22,27 @@ from urllib.parse import urlsplit
 
 from mfload import errors
 from mfload.runtime import Deadline
+from mfload.sources.base import redacted
 from mfload.sources.http import PATIENCE, STALLED, TRUSTED
 from mfload.sources.tls import Tls
 
 T = TypeVar("T")
 
-_RETRIES = 4
+_RETRIES = 8
+_BREAKS = 3  # How often a listing may break off.
+_NOT_OBEYED = {
+    "proxy_url": "HTTPS_PROXY in the environment",
+    "proxy_ca_certificate": "Options(ca_file=…)",
+    "allow_invalid_certificates": "Options(ca_file=…)",
+    "default_headers": "a setting of the store",
+}
+"""Settings of obstore's client that reads, which have a client of their own, would not follow."""
 _PAGE = 1000  # Objects in an answer to a listing.
 _TOGETHER = 5000  # Objects beside a missing one whose names are compared with its own.
 _STATUS = re.compile(r"non-2xx status code: (\d{3})")
-_ASKED = re.compile(r"Error performing \w+ (https?://\S+) in ")
+_ASKED = re.compile(r"Error performing \w+ (\S+) in ")
+_QUOTED = re.compile(r"(non-2xx status code: \d{3}[^:]*):.*")
+_ADDRESS = re.compile(r"https?://[^/\s]+")
 _REDIRECTED = "redirect without LOCATION"
 _CODE = re.compile(r"<Code>([\w.]{1,64})</Code>")
 _REGION = re.compile(r"<Region>([\w-]{1,32})</Region>")
@@ -234,6 +245,7 @@ class Access:
         client |= dict(settings.get("client_options") or {})
         retries = {"max_retries": _RETRIES, "retry_timeout": each}
         failures = (obstore().exceptions.BaseError, ValueError, TypeError)
+        self._check(settings)
         try:
             return self.make({"retry_config": retries} | settings | {"client_options": client})
         except errors.MfloadError:
@@ -241,6 +253,35 @@ class Access:
         except failures as error:
             what = f"the settings of the store are invalid: {reason(error)}"
             raise errors.UsageError(what, file=self.url, expected="as obstore takes them") from None
+
+    addresses: tuple[str, ...] = ()
+    """Settings that are the URL of a server."""
+
+    def setting(self, *names: str) -> str:
+        """A setting that was given, or that of the environment; or ''."""
+        raise NotImplementedError
+
+    def _check(self, settings: dict[str, Any]) -> None:
+        """Refuses what obstore panics at, and what reads would not follow."""
+        for name, value in settings.items():
+            text = isinstance(value, str) and "service_account" not in name
+            if text and not value.isprintable():
+                what = f"the setting {name!r} of the store has a line break or control character"
+                raise errors.UsageError(what, file=self.url)
+            if "sse_customer" in name.lower():
+                what = f"the setting {name!r} is not followed: reads send no keys of the customer"
+                raise errors.UsageError(what, file=self.url, expected="keys that the store keeps")
+        for name in dict(settings.get("client_options") or {}):
+            if name in _NOT_OBEYED:
+                what = f"the client_options {name!r} are not followed by reads"
+                raise errors.UsageError(what, file=self.url, expected=_NOT_OBEYED[name])
+        for name in self.addresses:
+            if (value := self.setting(name)) and not _ADDRESS.match(value):
+                what = f"the setting {name!r} of the store is no URL"
+                raise errors.UsageError(
+                    what, file=self.url, expected="https://host or http://host:port",
+                    found=redacted(value),
+                )  # fmt: skip
 
     @property
     def seconds(self) -> float:
@@ -259,22 +300,30 @@ class Access:
         Raises LoadTimeoutError after `timeout`, by default `PATIENCE`.
         """
         patience = PATIENCE if self.timeout is None else self.timeout
-        return Deadline(patience).bound(call, what, self.url, apart=True)
+        return Deadline(patience).bound(partial(no_panic, call), what, self.url, apart=True)
 
     # -- listings ------------------------------------------------------------------------------
 
     @in_home(_as_objects)
     def objects(self, prefix: str, most: int) -> list[Object] | None:
-        """Objects below a prefix, of any depth; None if they are more than so many."""
+        """Objects below a prefix, of any depth.
+
+        None if they are more than so many, or have names that can't be listed at once.
+        """
         return self._listed(partial(self._objects, prefix, most), prefix)
 
     def _objects(self, prefix: str, most: int) -> list[Object] | None:
         pages = obstore().list(self.store, prefix or None, chunk_size=_PAGE)
         found = list[Object]()
-        while page := self.bounded(lambda: next(pages, None), "listing the store"):
-            found += map(Object.of, page)
-            if len(found) > most:
-                return None
+        try:
+            while page := self.bounded(lambda: next(pages, None), "listing the store"):
+                found += map(Object.of, page)
+                if len(found) > most:
+                    return None
+        except obstore().exceptions.BaseError as error:
+            if "invalid path" not in str(error):
+                raise
+            return None  # Something far below has a name with empty parts, as S3 allows.
         return found
 
     @in_home(_as_level)
@@ -289,8 +338,8 @@ class Access:
         return self._listed(call, prefix)
 
     def _listed(self, call: Callable[[], T], prefix: str) -> T:
-        """Calls what lists, once more with new credentials if the first are out of date."""
-        again, name = False, f"{self.url}/{prefix}"
+        """Calls what lists: once more with new credentials, and again if an answer breaks off."""
+        again, left, name = False, _BREAKS, f"{self.url}/{prefix}"
         while True:
             made = self.made
             try:
@@ -299,6 +348,9 @@ class Access:
                 raise
             except (obstore().exceptions.BaseError, OSError, ValueError) as error:
                 said = self.said(str(error))
+                left -= 1
+                if said is None and left and "response body" in str(error):
+                    continue
                 if said is None:
                     raise self.unanswered(error, name) from None
                 if again or not self.stale(said):
@@ -318,7 +370,9 @@ class Access:
     def _of_another(self, text: str) -> bool:
         """Whether an error of obstore is about another server, which it asked for credentials."""
         asked = _ASKED.search(text)
-        return asked is not None and urlsplit(asked[1]).netloc != urlsplit(self.place("-")).netloc
+        if asked is None or asked[1] == "REDACTED":
+            return asked is not None and "performing POST" in text  # What gives web identities.
+        return urlsplit(asked[1]).netloc != urlsplit(self.place("-")).netloc
 
     def unanswered(self, error: BaseException, name: str) -> errors.SourceError:
         """The error of a store, or of what gives credentials, that did not answer."""
@@ -362,9 +416,22 @@ def obstore() -> Any:
     return sys.modules["obstore"]
 
 
+def no_panic(call: Callable[[], T]) -> T:
+    """Calls obstore; where that gives up in a way that no program is to catch, ValueError."""
+    try:
+        return call()
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        what = "a setting, or a variable of the environment, is malformed"
+        raise ValueError(what) from None
+
+
 def reason(error: BaseException) -> str:
-    """The first line of an error of obstore, without queries of URLs."""
-    text = str(error).partition("\n")[0]
+    """The first line of an error of obstore, without queries of URLs and bodies of answers."""
+    text = _QUOTED.sub(r"\1", str(error).partition("\n")[0])
     return errors.shown(re.sub(r"\?[^\s'\"]*", "?…", text), 200)
 
 

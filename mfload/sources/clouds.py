@@ -60,7 +60,7 @@ class CloudAccess(Access):
         self._token: tuple[str, float] | None = None  # And when it ends, by `time.time`.
 
     def setting(self, *names: str) -> str:
-        """A setting that was given, or that of the environment; or ''."""
+        """A setting (see `Access`)."""
         given = {self._plain(name): str(value) for name, value in self.settings}
         for name in names:
             if name in given:
@@ -103,6 +103,10 @@ class CloudAccess(Access):
         raise NotImplementedError
 
     def _bearing(self, key: str, token: str, seconds: float) -> Request:
+        token = token.strip()
+        if not (token.isascii() and token.isprintable()):
+            what = "the token for the store has characters that no header can hold"
+            raise errors.UsageError(what, file=self.url)
         return Request(self.place(key), {"Authorization": f"Bearer {token}"}, seconds)
 
     def _tokens(self) -> Callable[[], Any] | None:
@@ -205,6 +209,7 @@ class CloudAccess(Access):
 class GoogleAccess(CloudAccess):
     """The objects of a bucket of Google Cloud Storage, `gs://bucket`."""
 
+    addresses = ("base_url",)
     credentials = (
         "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login` with the "
         "package google-auth, the key of a service account, or for a public bucket "
@@ -246,9 +251,18 @@ class GoogleAccess(CloudAccess):
         return self._bearing(key, token, _USED_FOR) if token else None
 
 
+_ALSO = {"account_key": ("key",), "endpoint": ("blobendpoint",), "sas_key": ("sas_token",)}
+# What a connection string has, by the names of settings.
+_CONNECTION = {
+    "accountname": "account", "accountkey": "key", "blobendpoint": "blobendpoint",
+    "sharedaccesssignature": "sas_token",
+}  # fmt: skip
+
+
 class AzureAccess(CloudAccess):
     """The objects of a container of Azure: `az://container`, `abfs://container@account…`."""
 
+    addresses = ("endpoint",)
     credentials = (
         "AZURE_STORAGE_ACCOUNT_KEY, a SAS token, `az login` or an identity of the machine with the "
         "package azure-identity, or for a public container Options(store={'skip_signature': True})"
@@ -256,7 +270,7 @@ class AzureAccess(CloudAccess):
     names = Names(
         ("azure_storage_", "azure_"), ("obstore.auth.azure", "AzureCredentialProvider"),
         "azure.identity", "container", "the role Storage Blob Data Reader",
-        "the role Storage Blob Data Reader", ("account_key", "access_key", "master_key"),
+        "the role Storage Blob Data Reader", ("account_key", "access_key", "master_key", "key"),
     )  # fmt: skip
     _VERSION = "2023-11-03"
 
@@ -265,6 +279,14 @@ class AzureAccess(CloudAccess):
         self.bucket, _, host = self.bucket.partition("@")
         self._account = host.partition(".")[0]
 
+    def setting(self, *names: str) -> str:
+        """A setting (see `Access`), also of a connection string, which comes last."""
+        if found := super().setting(*names):
+            return found
+        pairs = (each.partition("=") for each in super().setting("connection_string").split(";"))
+        told = {_CONNECTION.get(name.lower(), ""): value for name, _, value in pairs}
+        return next((told[name] for name in names if told.get(name)), "")
+
     @property
     def account(self) -> str:
         """The storage account.
@@ -272,9 +294,9 @@ class AzureAccess(CloudAccess):
         Raises:
             UsageError: Nothing names one.
         """
-        endpoint = self.setting("endpoint")
+        endpoint = self.setting("endpoint", "blobendpoint")
         path = urlsplit(endpoint).path.strip("/")  # Emulators have it there.
-        found = self._account or self.setting("account_name") or path
+        found = self._account or self.setting("account_name", "account") or path
         if not found and not endpoint:
             what = "the storage account of Azure is not known"
             expected = (
@@ -287,11 +309,17 @@ class AzureAccess(CloudAccess):
         """Makes the store of obstore."""
         if account := self.account:
             settings = {"account_name": account} | settings
+        for name, others in _ALSO.items():  # What obstore does not know.
+            if not self.setting(name) and (value := self.setting(*others)):
+                settings[name] = value
         return obstore().store.AzureStore(self.bucket, **self._with_provider(settings))
 
     def place(self, key: str) -> str:
         """The URL of an object, unsigned."""
-        base = self.setting("endpoint") or f"https://{self.account}.blob.core.windows.net"
+        base = (
+            self.setting("endpoint", "blobendpoint")
+            or f"https://{self.account}.blob.core.windows.net"
+        )
         return f"{base.rstrip('/')}/{self.bucket}/{quote(key)}"
 
     def _fixed(self, key: str) -> Request | None:

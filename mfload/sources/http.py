@@ -240,6 +240,11 @@ class HttpSource:
             self.target = self.first
 
     @property
+    def listed(self) -> Version | None:
+        """The version that is known; None before the first answer, if no listing named it."""
+        return self._version
+
+    @property
     def known_size(self) -> int:
         """In bytes, for an answer that does not say it; 0 if it is not known."""
         return self.whole if self._version is None else self._version.size
@@ -414,6 +419,8 @@ class HttpHandle(ClosedAtEnd):
 
     def _opened(self, answer: Answer) -> tuple[Version, bytes]:
         if answer.status != 206:  # An empty file has no range.
+            if (known := self._source.listed) is not None and not known.size:
+                return known, b""
             return Version(_validator(answer) or "", 0), b""
         version, nbytes = self._version(answer, 0, _HEAD - 1)
         head = bytearray(nbytes)
@@ -480,6 +487,8 @@ class HttpHandle(ClosedAtEnd):
             return "the connection ended before the data"
         if refused := _TUNNEL.match(str(error)):  # What follows may be what the proxy was sent.
             return f"{refused[0]}{_status(int(refused[1]))}"
+        if isinstance(error, ValueError) and "header value" in str(error):
+            return "a header holds what can't be sent"  # It may be a token.
         text = getattr(error, "strerror", None) or str(error)  # It may quote the server.
         return errors.shown(text, 100) or type(error).__name__
 
@@ -493,6 +502,7 @@ class HttpHandle(ClosedAtEnd):
             if answer.status == 200 and said and int(said[2]) <= last:
                 answer.status = 206  # Of a server that does as it is asked, and says OK.
             empty = span.lower() == "bytes */0" or (answer.status, answer.length) == (200, 0)
+            empty |= (answer.status, first) == (416, 0)  # Some say no more of it.
             if answer.status == 206:
                 if not opening:
                     version, _ = self._version(answer, first, last)

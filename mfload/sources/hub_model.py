@@ -34,6 +34,7 @@ _REPOSITORY = r"(?P<id>(?>[\w.-]+(?:/[\w.-]+)?))"
 _URL = re.compile(
     rf"{_REPOSITORY}(?:@(?P<revision>refs/(?:pr|convert)/\w+|[^/@?#]+))?(?:/(?P<path>.*))?"
 )
+_PAGE = re.compile(r"(?:tree|blob|resolve)/([^/]+)(/.*)?")  # Of the hub's site.
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 INDEX, _SHARD, _OTHER = ".safetensors.index.json", ".safetensors", (".npz", ".npy", ".msgpack")
 FIRST, FILES = ((INDEX,), (_SHARD,), _OTHER), (INDEX, _SHARD, *_OTHER)
@@ -79,6 +80,10 @@ class HubPath(NamedTuple):
         owner, mark, file = model.partition("/")
         if mark and not path and file.endswith(FILES) and not found["revision"]:
             model, path = owner, file  # Of a model without an owner, such as gpt2.
+        if page := _PAGE.fullmatch(path):
+            what = "the URL is that of a page of the hub; the revision stands after an @"
+            there = f"hf://{model}@{page[1]}{page[2] or ''}"
+            raise errors.UsageError(what, expected=there, found=redacted(url))
         name = f"hf://{model}" + (f"@{found['revision']}" if found["revision"] else "")
         return HubPath(model, unquote(found["revision"] or "main"), path, name)
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from mfload import errors
-from mfload.sources.access import Access, Answered, Request, in_home, obstore, reason
+from mfload.sources.access import Access, Answered, Request, in_home, no_panic, obstore, reason
 from mfload.sources.client import BROKEN, Client, Timeouts
 from mfload.sources.http import RequestTarget
 
@@ -25,7 +25,8 @@ _ENDPOINTS = ("endpoint", "endpoint_url", "endpoint_url_s3")
 # Where obstore itself finds what a machine or a pod is given, beside the keys.
 _IDENTITIES = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE",
                "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
-               "AWS_CONTAINER_CREDENTIALS_FULL_URI")  # fmt: skip
+               "AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE")  # fmt: skip
+_AGENT = "AWS_CONTAINER_CREDENTIALS_FULL_URI"  # Without a file of a token, boto3 asks it.
 _FILES = {
     "AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials",
     "AWS_CONFIG_FILE": "~/.aws/config",
@@ -79,12 +80,17 @@ class S3Access(Access):
         self._profile: dict[str, str] = {}  # Region and endpoint of a profile.
         self._unsigned: Any = None
 
-    def setting(self, name: str) -> str:
+    addresses = _ENDPOINTS
+
+    def setting(self, *names: str) -> str:
         """A setting: one that was given, or that of the environment, or of a profile; or ''."""
-        for given, value in self.settings:
-            if _plain(given) == name:
-                return str(value)
-        return os.environ.get(f"AWS_{name.upper()}") or self._profile.get(name, "")
+        for name in names:
+            for given, value in self.settings:
+                if _plain(given) == name:
+                    return str(value)
+            if found := os.environ.get(f"AWS_{name.upper()}") or self._profile.get(name, ""):
+                return found
+        return ""
 
     @property
     def anonymous(self) -> bool:
@@ -120,7 +126,7 @@ class S3Access(Access):
         settings |= {name: value for name, value in self._profile.items() if value}
         if self._region is not None:
             settings["region"] = self._region
-        return obstore().store.S3Store(self.bucket, **settings)
+        return obstore().store.S3Store(self.bucket, **_together(settings))
 
     def place(self, key: str) -> str:
         """The URL of an object: one that is signed with a key that is none, without its query."""
@@ -130,7 +136,12 @@ class S3Access(Access):
             kept = {name: v for name, v in self.settings if _plain(name) not in _SECRETS}
             kept |= {"access_key_id": "-", "secret_access_key": "-", "skip_signature": False}
             unsigned = self._unsigned = self.made_of(kept)
-        return obstore().sign(unsigned, "GET", key, _SIGNED_FOR).partition("?")[0]
+        sign = partial(obstore().sign, unsigned, "GET", key, _SIGNED_FOR)
+        try:
+            return no_panic(sign).partition("?")[0]
+        except (obstore().exceptions.BaseError, ValueError) as error:
+            what = f"the settings of the store are invalid: {reason(error)}"
+            raise errors.UsageError(what, file=self.url, expected="as obstore takes them") from None
 
     def request(self, key: str) -> Request:
         """The signed URL of an object (see `Access`)."""
@@ -142,7 +153,7 @@ class S3Access(Access):
 
     def _sign(self, key: str) -> str:
         try:
-            sign = partial(obstore().sign, self.store, "GET", key, _SIGNED_FOR)
+            sign = partial(no_panic, partial(obstore().sign, self.store, "GET", key, _SIGNED_FOR))
             return sign() if self.setting("access_key_id") else self.bounded(sign, "signing")
         except errors.MfloadError:
             raise
@@ -219,6 +230,18 @@ def _plain(name: str) -> str:
     return name.lower().removeprefix("aws_")
 
 
+def _together(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings whose keys have no session token: that of the environment belongs to others."""
+    named = {_plain(name): name for name in settings}
+    if "access_key_id" not in named or {"session_token", "token"} & {*named}:
+        return settings
+    if not os.environ.get("AWS_SESSION_TOKEN"):
+        return settings
+    keys = {name: settings[named[name]] for name in ("access_key_id", "secret_access_key")}
+    rest = {name: value for name, value in settings.items() if _plain(name) not in keys}
+    return {**rest, "credential_provider": lambda: {**keys, "expires_at": None}}
+
+
 def _of_profile(profile: str | None, access: S3Access) -> tuple[Any, dict[str, str]]:
     """What gives the credentials of a profile, by boto3, and the profile's settings.
 
@@ -235,7 +258,9 @@ def _of_profile(profile: str | None, access: S3Access) -> tuple[Any, dict[str, s
         os.path.exists(os.path.expanduser(os.environ.get(name, path)))
         for name, path in _FILES.items()
     )
-    if not asked and not kept and not config:
+    if not asked and not kept and not config and _AGENT not in os.environ:
+        if os.environ.get("AWS_EC2_METADATA_DISABLED", "").lower() == "true":
+            raise access.without_credentials("AWS_EC2_METADATA_DISABLED")
         return None, {}
     if importlib.util.find_spec("boto3") is None:
         if not asked and not kept:  # The machine may have an identity.
@@ -248,7 +273,9 @@ def _of_profile(profile: str | None, access: S3Access) -> tuple[Any, dict[str, s
 
     session = botocore.session.Session(profile=asked)
     try:
-        return Boto3CredentialProvider(session), session.get_scoped_config()
+        config = session.get_scoped_config()
+        services = session.full_config.get("services", {}).get(config.get("services"), {})
+        return Boto3CredentialProvider(session), config | dict(services.get("s3") or {})
     except botocore.exceptions.ProfileNotFound:
         meant = errors.did_you_mean(asked, session.available_profiles)
         raise _DENIED(f"no profile {asked!r} of AWS{meant}", file=access.url) from None

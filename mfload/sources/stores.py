@@ -68,7 +68,7 @@ def _taken_apart(url: str) -> tuple[str, str]:
     parts = key.rstrip("/").split("/") if key.rstrip("/") else []
     # Azure's may name the account: container@account.dfs.core.windows.net.
     named = ACCESS[scheme.lower()] is _AZURE and re.fullmatch(r"[\w$-]+@\w+(\.[\w.-]+)?", bucket)
-    if not bucket or (not named and "@" in bucket) or set("@?#") & set(key):
+    if not bucket or (not named and {"@", ":"} & {*bucket}) or {"?", "#"} & {*key}:
         what = "the URL of the store is malformed: it has a bucket and a path, and nothing else"
     elif any(part in ("", ".", "..") for part in parts) or not url.isprintable():
         what = "the path in the URL of the store has empty parts, . or .."
@@ -310,7 +310,7 @@ class _Above(StoreDirectory):
     def entries(self) -> dict[str, Any]:
         try:
             return super().entries
-        except errors.SourcePermissionError:
+        except errors.SourceError:
             self._known = {}
             return self._known
 

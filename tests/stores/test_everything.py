@@ -144,16 +144,16 @@ def test_what_is_not_there(url: str, moto: servers.Store, path: str, said: str) 
 def test_one_file_in_place_of_shards_is_found_at_any_moment(
     moto: servers.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The index leads to the file until the shards are gone, and goes last."""
+    """It is a shard of its own in the directory, of which the index goes on to decide."""
     place = moto.url("replaced")
     mfload.save(ARRAYS, place, max_shard_size="300kB")
-    removed = uploads.UploadedTarget._removed  # pyright: ignore[reportPrivateUsage]
+    removed = uploads._Bucket.removed  # pyright: ignore[reportPrivateUsage]
 
-    def watched(self: Any, name: str) -> bool:
-        done = removed(self, name)
+    def watched(self: Any, *given: Any) -> bool:
+        done = removed(self, *given)
         check(mfload.load(place, "numpy"))
         return done
 
-    monkeypatch.setattr(uploads.UploadedTarget, "_removed", watched)
+    monkeypatch.setattr(uploads._Bucket, "removed", watched)  # pyright: ignore[reportPrivateUsage]
     mfload.save(ARRAYS, place, overwrite=True)
     check(mfload.load(place, "numpy"))

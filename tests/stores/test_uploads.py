@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +111,9 @@ def test_shards_and_what_replaces_them(bucket: servers.Store, url: str) -> None:
     assert len(second) == 5
     assert {*first} & {*second} == {INDEX}
     assert all({*first} <= {*each} for each in seen)
-    mfload.save(ARRAYS, url, overwrite=True)  # One file in place of them.
-    assert listed(bucket, url) == ["model.safetensors"]
+    done = mfload.save(ARRAYS, url, overwrite=True)  # One file in place of them, with an index.
+    assert sorted(each.removeprefix(f"{url}/") for each in done.files) == listed(bucket, url)
+    assert len(done.files) == 2
     check(mfload.load(url, "numpy"))
     mfload.save(twice, url, max_shard_size="150kB", overwrite=True)
     assert "model.safetensors" not in listed(bucket, url)
@@ -363,10 +367,10 @@ def test_new_files_beside_are_there_before_the_index(
     (tmp_path / "m" / name).write_text("new")
     send = uploads.UploadedTarget._send  # pyright: ignore[reportPrivateUsage]
 
-    def broken(self: Any, each: str, mode: str | None) -> None:
+    def broken(self: Any, each: str, mode: str | None) -> str | None:
         if each == INDEX:
             raise errors.TargetError("the store refuses")
-        send(self, each, mode)
+        return send(self, each, mode)
 
     monkeypatch.setattr(uploads.UploadedTarget, "_send", broken)
     with pytest.raises(errors.TargetError):
@@ -415,7 +419,7 @@ def test_a_save_whose_answer_is_lost(
         )
     check(mfload.load(url, "numpy"), 2)
     there = listed(bucket, url)
-    assert len(there) == (5 if after == "shards" else 1), there
+    assert len(there) == (5 if after == "shards" else 2 if before == "shards" else 1), there
 
 
 def test_a_shard_whose_answer_is_lost_is_not_left(bucket: servers.Store, url: str) -> None:
@@ -442,3 +446,142 @@ def test_a_store_without_conditional_writes(bucket: servers.Store, url: str) -> 
             check(mfload.load(place, "numpy"))
             with pytest.raises(errors.TargetExistsError):
                 mfload.save(ARRAYS, place, options=options)
+
+
+@pytest.mark.parametrize("kind", ["timeout", "interrupt"])
+def test_a_store_that_never_answers(bucket: servers.Store, url: str, kind: str) -> None:
+    with proxies.proxying(bucket.port) as proxy:
+        _losing(proxy, proxies.silence(60), "/m.safetensors", 100)
+        store = {**bucket.options, "endpoint": f"http://127.0.0.1:{proxy.port}"}
+        options = mfload.Options(store=store, timeout=2.0 if kind == "timeout" else None)
+        begin = time.monotonic()
+        if kind == "interrupt":
+            threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt) if kind == "interrupt" else nullcontext():
+            mfload.save(ARRAYS, f"{url}/m.safetensors", options=options)  # It has arrived.
+        assert time.monotonic() - begin < 15
+
+
+def _meanwhile(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int, other: Any
+) -> list[int]:
+    """Has `other` run before the call of that number."""
+    real, calls = getattr(owner, name), list[int]()
+
+    def call(self: Any, *given: Any) -> Any:
+        calls.append(len(calls))
+        if calls[-1] == number:
+            other()
+        return real(self, *given)
+
+    monkeypatch.setattr(owner, name, call)
+    return calls
+
+
+@pytest.mark.parametrize("moment", ["_send", "removed"])
+@pytest.mark.parametrize("before", [None, "150kB"])
+@pytest.mark.parametrize("one", [None, "150kB"])
+@pytest.mark.parametrize("two", [None, "150kB"])
+def test_another_save_at_any_moment(
+    moto: servers.Store,
+    monkeypatch: pytest.MonkeyPatch,
+    moment: str,
+    before: str | None,
+    one: str | None,
+    two: str | None,
+) -> None:
+    """What is there at the end is the whole checkpoint of one of them."""
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    owner: Any = (
+        uploads.UploadedTarget if moment == "_send" else uploads._Bucket  # pyright: ignore[reportPrivateUsage]
+    )
+    for number in range(8):
+        url = moto.url(f"moment/{moment}/{before}/{one}/{two}/{number}")
+        mfload.save(ARRAYS, url, max_shard_size=before)
+        done = list[int]()
+
+        def other(url: str = url, done: list[int] = done) -> None:
+            made = {name: 3 * each for name, each in ARRAYS.items()}
+            mfload.save(made, url, max_shard_size=two, overwrite=True)
+            done.append(3)
+
+        with monkeypatch.context() as patch:
+            calls = _meanwhile(patch, owner, moment, number, other)
+            try:
+                twice = {name: 2 * each for name, each in ARRAYS.items()}
+                mfload.save(twice, url, max_shard_size=one, overwrite=True)
+                done.append(2)
+            except errors.TargetError:
+                pass
+        loaded = mfload.load(url, "numpy")
+        factor = round(float(loaded["l.0.w"][0, 0] / ARRAYS["l.0.w"][0, 0]))
+        assert factor in done
+        check(loaded, factor)
+        if number >= len(calls):
+            break
+
+
+@pytest.mark.parametrize("size", [None, "150kB"])
+def test_what_a_killed_save_left_is_no_checkpoint(
+    moto: servers.Store, monkeypatch: pytest.MonkeyPatch, size: str | None
+) -> None:
+    """At each moment of a save over a single file, and after it was killed there, one is there."""
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    url = moto.url(f"killed/{size}")
+    mfload.save(ARRAYS, url)
+    twice = {name: 2 * each for name, each in ARRAYS.items()}
+    send = uploads.UploadedTarget._send  # pyright: ignore[reportPrivateUsage]
+    for number in range(1, 4):
+
+        def killed(self: Any, name: str, mode: str | None) -> Any:
+            check(mfload.load(url, "numpy"))
+            if name == INDEX or "-0000" in name:
+                if "-00003-" in name:
+                    raise SystemExit
+                self._withdraw = lambda _: None
+            return send(self, name, mode)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(uploads.UploadedTarget, "_send", killed)
+            with pytest.raises(SystemExit):
+                mfload.save(twice, url, max_shard_size="150kB", overwrite=True)
+        check(mfload.load(url, "numpy"))
+        assert len(listed(moto, url)) == 2 + 2 * number
+    mfload.save(twice, url, max_shard_size=size, overwrite=True)
+    check(mfload.load(url, "numpy"), 2)
+    mfload.save(ARRAYS, url, overwrite=True)
+    check(mfload.load(url, "numpy"))
+
+
+def test_an_index_that_leads_to_the_file_goes_before_it(
+    moto: servers.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    url = moto.url("leads")
+    place = f"{url}/model.safetensors"
+    mfload.save(ARRAYS, place)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(ARRAYS, "model.safetensors")}
+    moto.put(f"leads/{INDEX}", json.dumps(index).encode())
+    removed = uploads._Bucket.removed  # pyright: ignore[reportPrivateUsage]
+
+    def watched(self: Any, *given: Any) -> bool:
+        check(mfload.load(url, "numpy"))
+        done = removed(self, *given)
+        check(mfload.load(url, "numpy"))
+        return done
+
+    monkeypatch.setattr(uploads._Bucket, "removed", watched)  # pyright: ignore[reportPrivateUsage]
+    other = {"other": np.ones(3)}
+    mfload.save(other, place, overwrite=True)
+    np.testing.assert_array_equal(mfload.load(url, "numpy")["other"], other["other"])
+    assert listed(moto, url) == ["model.safetensors"]
+
+
+def test_names_of_other_formats_are_refused(moto: servers.Store) -> None:
+    how = mfload.Options(store=moto.options)
+    for name in ("x.npz", "x.msgpack", "x.json", "x.bin"):
+        with pytest.raises(errors.UsageError, match="the name is one of another format"):
+            mfload.save(ARRAYS, moto.url(name), options=how)
