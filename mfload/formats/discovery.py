@@ -169,7 +169,8 @@ def find(
                 return CheckpointFiles([], name=sources.shown(path), directory=reader)
         place: Any = _located(path, options)
         if sources.is_directory(place):
-            found = _of_names(place, place.names())
+            names = (n for n in place.names() if not (n.endswith(_FILES) and place.is_directory(n)))
+            found = _of_names(place, [*names])
             found.notes += getattr(place, "notes", ())  # Of a store: where it lies.
             return found
         if not isinstance(place, str):

@@ -245,7 +245,6 @@ class Access:
         client |= dict(settings.get("client_options") or {})
         retries = {"max_retries": _RETRIES, "retry_timeout": each}
         failures = (obstore().exceptions.BaseError, ValueError, TypeError)
-        self._check(settings)
         try:
             return self.make({"retry_config": retries} | settings | {"client_options": client})
         except errors.MfloadError:
@@ -261,8 +260,9 @@ class Access:
         """A setting that was given, or that of the environment; or ''."""
         raise NotImplementedError
 
-    def _check(self, settings: dict[str, Any]) -> None:
-        """Refuses what obstore panics at, and what reads would not follow."""
+    def check(self) -> None:
+        """Refuses settings that obstore panics at, and those that reads would not follow."""
+        settings = dict(self.settings)
         for name, value in settings.items():
             text = isinstance(value, str) and "service_account" not in name
             if text and not value.isprintable():
@@ -276,7 +276,11 @@ class Access:
                 what = f"the client_options {name!r} are not followed by reads"
                 raise errors.UsageError(what, file=self.url, expected=_NOT_OBEYED[name])
         for name in self.addresses:
-            if (value := self.setting(name)) and not _ADDRESS.match(value):
+            value = self.setting(name)
+            if "@" in value.partition("://")[2].partition("/")[0]:
+                what = f"the setting {name!r} of the store has credentials in its URL"
+                raise errors.UsageError(what, file=self.url, expected="settings of their own")
+            if value and not _ADDRESS.match(value):
                 what = f"the setting {name!r} of the store is no URL"
                 raise errors.UsageError(
                     what, file=self.url, expected="https://host or http://host:port",

@@ -214,10 +214,14 @@ def _open(path: str) -> tuple[list[int], bool]:
 _caches: weakref.WeakValueDictionary[tuple[str, int | None], Cache] = weakref.WeakValueDictionary()
 
 
+def _plainly(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)  # Whatever it is by now.
+
+
 def _about(path: str) -> CachedFile | None:
     """A file of the cache; None if it is being removed, or was not made to the end."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        with open(f"{path}/{_ABOUT}", encoding="utf-8") as file:
+        with open(f"{path}/{_ABOUT}", encoding="utf-8", opener=_plainly) as file:
             about = json.load(file)
         found = os.stat(f"{path}/{_DATA}")
         used = os.stat(f"{path}/{_SUMS}").st_mtime
@@ -276,6 +280,8 @@ class CachedSource:
 
         Another process may have removed them since they were seen.
         """
+        if not exact(self.source):
+            self.off = "its server names no exact version, by a strong ETag"
         for again in (True, False):
             try:
                 if self.off is None:
@@ -399,7 +405,7 @@ class CachedHandle(ClosedAtEnd):
             whole = os.preadv(self._files[0], [data], low) == high - low
         except OSError:  # The source has the bytes.
             whole, wanted = False, b""
-        if not whole or _sum(data) != wanted:
+        if not whole or _sum(data, self._source.path, piece) != wanted:
             self._damaged += 1
             return False
         self._came += high - low if straight else place.put(data, low)
@@ -427,7 +433,8 @@ class CachedHandle(ClosedAtEnd):
                 return
             for piece, (part, _) in zip(run, parts, strict=True):
                 _write(self._files[0], part, piece * PIECE)
-                _write(self._files[1], _sum(part), piece * _SUM)
+                made = _sum(part, self._source.path, piece)
+                _write(self._files[1], made, piece * _SUM)
         except OSError as error:  # The disk is full, say: the load goes on without.
             self._source.off = error.strerror or type(error).__name__
 
@@ -521,9 +528,20 @@ def _hash() -> tuple[str, Callable[[Any], int]]:
     return "xxh3", xxhash.xxh3_64_intdigest
 
 
-def _sum(data: Any) -> bytes:
-    """The hash of a piece, which is not zero."""
-    return (_hash()[1](data) or 1).to_bytes(_SUM, "little")
+def _sum(data: Any, path: str, piece: int) -> bytes:
+    """The hash of a piece at its place in this file alone, which is not zero."""
+    hashed = _hash()[1]
+    place = hashed(f"{os.path.basename(path)}/{piece}".encode())
+    return (hashed(data) ^ place or 1).to_bytes(_SUM, "little")
+
+
+def exact(source: Any) -> bool:
+    """Whether the version of a source tells its bytes from all others.
+
+    A weak ETag does not, nor the second in which a file was changed last.
+    """
+    validator = getattr(source.identity, "validator", '"')
+    return getattr(source, "fixed", False) or validator.startswith('"')
 
 
 def _write(file: int, data: Any, offset: int) -> None:

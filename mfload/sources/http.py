@@ -21,7 +21,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager, suppress
 from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple, NoReturn, TypeVar
-from urllib.parse import quote, urljoin, urlsplit
+from urllib.parse import parse_qsl, quote, urljoin, urlsplit
 
 from mfload import errors
 from mfload.options import LoadOptions
@@ -76,6 +76,8 @@ _NO_ACCESS = "the server refuses access; credentials go into Options(headers=…
 TRUSTED = "ca_file=, the certificates of its authority; or SSL_CERT_FILE in the environment"
 _NO_PROXY = "the proxy refuses access; a user and a password go into its URL in the environment"
 _NO_FILE = "no such file on the server"
+_SECRET = 6  # Characters of a secret, at least.
+_NO_SECRETS = {"if-match", "user-agent", "accept", "accept-encoding", "x-ms-version"}
 _GONE = (404, 410)
 _REFUSALS: dict[int, tuple[type[errors.SourceError], str]] = {
     200: (errors.SourceError, _NO_RANGES),
@@ -378,6 +380,7 @@ class HttpHandle(ClosedAtEnd):
     def __init__(self, source: HttpSource) -> None:
         self._source = source
         self._watch: Watch
+        self._sent: tuple[RequestTarget, dict[str, str]] | None = None
 
     def read(self, vector: list[Any], offset: int, least: int | None = None) -> int:
         """Fills the buffers of a vector by one request, and by more if it breaks off."""
@@ -443,7 +446,8 @@ class HttpHandle(ClosedAtEnd):
             self._source.asked += 1
             try:
                 return step()
-            except errors.MfloadError:
+            except errors.MfloadError as error:
+                self._forget_sent(error)
                 raise
             except SlowError:
                 self._source.repeated += 1
@@ -460,12 +464,13 @@ class HttpHandle(ClosedAtEnd):
                     unknown = isinstance(error, ssl.SSLCertVerificationError)
                     proxy = self._source.client.proxy(self._source.target[:3])
                     through = "" if proxy is None else f" through the proxy {proxy}"
-                    raise errors.ReadError(
+                    told = errors.ReadError(
                         f"could not read from the server{through}: {self._reason(error)}",
                         file=self._source.name,
                         expected=TRUSTED if unknown else None,
                         found=f"given up after {errors.counted(tries, 'try', 'tries')}",
-                    ) from error
+                    )
+                    raise told from (None if self._forget_sent(told, error) else error)
                 pause = _PAUSE * 2 ** (tries - 1) * random.uniform(0.5, 1.5)
                 time.sleep(max(min(pause, _LONGEST_PAUSE), after))
 
@@ -479,6 +484,26 @@ class HttpHandle(ClosedAtEnd):
                 expected=f"{'https' if scheme == 'http' else 'http'}://{host}…",
                 found=f"{scheme}://{host}…",
             ) from error
+
+    def _forget_sent(self, error: errors.MfloadError, cause: BaseException | None = None) -> bool:
+        """Takes credentials that the server quotes out of an error; whether its cause has some."""
+        if self._sent is None:
+            return False
+        target, headers = self._sent
+        secrets = [value for name, value in headers.items() if name.lower() not in _NO_SECRETS]
+        secrets += [last for each in secrets if len(last := each.split(" ")[-1]) < len(each)]
+        query = target.path.partition("?")[2]
+        secrets += [query, *(value for _, value in parse_qsl(query))]
+        secrets = [each for each in secrets if len(each) >= _SECRET]
+        spelled = {text for each in secrets for text in (each, quote(each))}
+        for name in ("message", "expected", "found"):
+            if isinstance(value := getattr(error, name), str):
+                for each in sorted(spelled, key=len, reverse=True):
+                    value = value.replace(each, "…")
+                setattr(error, name, value)
+        error.args = (error.message,)
+        chain = [each for each in (cause, error.__cause__, error.__context__) if each is not None]
+        return any(each in str(one) for one in chain for each in spelled)
 
     def _reason(self, error: Exception) -> str:
         if isinstance(error, TimeoutError):
@@ -502,7 +527,9 @@ class HttpHandle(ClosedAtEnd):
             if answer.status == 200 and said and int(said[2]) <= last:
                 answer.status = 206  # Of a server that does as it is asked, and says OK.
             empty = span.lower() == "bytes */0" or (answer.status, answer.length) == (200, 0)
-            empty |= (answer.status, first) == (416, 0)  # Some say no more of it.
+            known = source.listed
+            if answer.status == 416 and known is not None and not known.size:
+                empty = True  # As the listing says.
             if answer.status == 206:
                 if not opening:
                     version, _ = self._version(answer, first, last)
@@ -540,7 +567,7 @@ class HttpHandle(ClosedAtEnd):
 
     def _send(self, target: RequestTarget, span: str | None) -> Answer:
         source, ranges = self._source, {} if span is None else {"Range": span}
-        target, headers = source.signed(target)
+        target, headers = self._sent = source.signed(target)
         limits = source.limits._replace(expected=self._watch.expected)
         return source.client.ask(target[:3], target.path, ranges | headers, limits)
 
@@ -627,7 +654,10 @@ def _status(number: int) -> str:
 
 
 def _validator(answer: Answer) -> str | None:
-    return answer.getheader("ETag") or answer.getheader("Last-Modified")
+    tag, changed = answer.getheader("ETag"), answer.getheader("Last-Modified")
+    if tag and changed and tag[:1] != '"':
+        return f"{tag} {changed}"  # Either alone tells less.
+    return tag or changed
 
 
 def _span(answer: Answer) -> str:

@@ -39,6 +39,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 INDEX, _SHARD, _OTHER = ".safetensors.index.json", ".safetensors", (".npz", ".npy", ".msgpack")
 FIRST, FILES = ((INDEX,), (_SHARD,), _OTHER), (INDEX, _SHARD, *_OTHER)
 _SHOWN = 3
+_DEPTH = 64  # Folders that a file lies in, at most.
 _LISTING = 256 << 20  # Bytes of an answer about a repository, at most.
 _PAUSE = re.compile(r"\bt=(\d{1,6})")  # Seconds until the hub's quota begins anew.
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN"
@@ -190,7 +191,8 @@ class Model:
             for each in said.get("siblings") or ():
                 stored = each.get("lfs") or {}
                 size, hashed = stored.get("size", each.get("size")), stored.get("sha256")
-                files[str(each["rfilename"])] = Entry(size, hashed or each.get("blobId"))
+                if _possible(name := str(each["rfilename"])):
+                    files[name] = Entry(size, hashed or each.get("blobId"))
         except (AttributeError, KeyError, TypeError):
             raise self._strange("a list of files") from None
         return Model(self.asked, *self.given, commit, files)
@@ -299,6 +301,12 @@ def _close(name: str, known: Collection[str]) -> str:
     return f"; close names: {', '.join(map(errors.printable, found))}" if found else ""
 
 
+def _possible(name: str) -> bool:
+    """Whether a file of the hub can have the name."""
+    parts = name.split("/")
+    return name.isprintable() and len(parts) <= _DEPTH and not {"", ".", ".."} & {*parts}
+
+
 class HubSource(HttpSource):
     """A file of one commit as a `Source`: the hub's address of it never leads to other bytes.
 
@@ -306,6 +314,7 @@ class HubSource(HttpSource):
     """
 
     netrc = False
+    fixed = True  # Whatever validator a host names.
 
     def __init__(
         self, model: Model, path: str, version: Version | None = None, address: str | None = None

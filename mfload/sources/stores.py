@@ -58,7 +58,9 @@ def access_to(url: str, options: LoadOptions) -> tuple[Access, str]:
     tls = Tls(options.cert_file, options.key_file, options.ca_file)
     module, name = ACCESS[place.partition("://")[0]]
     make: type[Access] = getattr(importlib.import_module(module), name)
-    return make(place, options.store or (), options.timeout, tls, options.max_bandwidth), key
+    access = make(place, options.store or (), options.timeout, tls, options.max_bandwidth)
+    access.check()
+    return access, key
 
 
 def _taken_apart(url: str) -> tuple[str, str]:
@@ -121,6 +123,8 @@ class StoreSource(HttpSource):
     def beside(self, name: str) -> StoreSource:
         """The object of that name in the same directory or below."""
         if not SAFE_NAME.fullmatch(name) or name[0] == "/" or ".." in name.split("/"):
+            raise errors.UsageError("is not a plain name below its URL", found=name)
+        if posixpath.normpath(name) == ".":
             raise errors.UsageError("is not a plain name below its URL", found=name)
         directory = posixpath.dirname(self.key)
         beside = StoreSource(self.access, posixpath.join(directory, posixpath.normpath(name)))

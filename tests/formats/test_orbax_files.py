@@ -235,6 +235,18 @@ def test_a_step_without_its_commit(written: Path, tmp_path: Path, text: str) -> 
     assert located(tmp_path) == str(tmp_path / "1" / "default")
 
 
+def test_a_step_without_the_file_that_others_have_was_not_finished(
+    written: Path, tmp_path: Path
+) -> None:
+    """Of old versions, in a bucket; a copy of local steps has it in none."""
+    for name in ("0", "1"):
+        _step(tmp_path, name, written / KINDS[0], "default")
+        (tmp_path / name / "_CHECKPOINT_METADATA").unlink(missing_ok=True)
+    assert located(tmp_path) == str(tmp_path / "1" / "default")
+    (tmp_path / "0" / "commit_success.txt").write_text("done")
+    assert located(tmp_path) == str(tmp_path / "0" / "default")
+
+
 def test_without_its_tree_it_was_not_finished(copied: Path) -> None:
     (copied / orbax.TREE).unlink()
     assert orbax.TREE in failure(copied, errors.CheckpointError).message

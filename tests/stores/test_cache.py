@@ -400,3 +400,51 @@ def test_a_disk_that_fails_is_done_without(
 
     monkeypatch.setattr(os, "preadv", fails)
     check(mfload.load(served.url(), "numpy", options=how(kept)))
+
+
+@pytest.mark.parametrize("validator", ["ETag", "Last-Modified"])
+def test_a_version_that_is_not_exact_is_not_kept(
+    served: serving.Server, kept: str, validator: str
+) -> None:
+    """A file may be replaced within the second, with the same size."""
+    served.validator = validator
+    weak = 'W/"same"' if validator == "ETag" else "Sat, 28 Nov 2026 09:00:00 GMT"
+    served.etags[NAME] = weak
+    report = mfload.Report()
+    mfload.load(served.url(NAME), "numpy", options=how(kept), report=report)
+    assert any("no exact version" in note for note in report.notes)
+    data = served.files[NAME]
+    served.files[NAME] = data[:-1] + bytes([data[-1] ^ 1])
+    mfload.load(served.url(NAME), "numpy", options=how(kept))
+    loaded = mfload.load(served.url(NAME), "numpy", options=how(kept))
+    assert b"".join(each.tobytes() for each in loaded.values())[-1:] == served.files[NAME][-1:]
+
+
+def test_the_pieces_of_another_file_are_not_its_own(
+    served: serving.Server, kept: str, tmp_path: Path
+) -> None:
+    mfload.save({name: 1 + each for name, each in ARRAYS.items()}, tmp_path / "o.safetensors")
+    served.files["/o.safetensors"] = (tmp_path / "o.safetensors").read_bytes()
+    for name in (NAME, "/o.safetensors"):
+        mfload.load(served.url(name), "numpy", options=how(kept))
+    one, two = sorted(Path(kept).iterdir())
+    for name in ("data", "sums"):
+        (one / name).write_bytes((two / name).read_bytes())
+    loaded = mfload.load(served.url(NAME), "numpy", options=how(kept))
+    other = mfload.load(served.url("/o.safetensors"), "numpy", options=how(kept))
+    for name, array in ARRAYS.items():
+        np.testing.assert_array_equal(loaded[name], array)
+        np.testing.assert_array_equal(other[name], 1 + array)
+
+
+def test_a_fifo_in_the_cache_blocks_nothing(served: serving.Server, kept: str) -> None:
+    mfload.load(served.url(NAME), "numpy", options=how(kept))
+    (entry,) = Path(kept).iterdir()
+    (entry / "about").unlink()
+    os.mkfifo(entry / "about")
+    for size in (None, 1 << 20):
+        loaded = mfload.load(
+            served.url(NAME), "numpy", options=how(kept, cache_size=size, timeout=20)
+        )
+        np.testing.assert_array_equal(loaded["w0"], ARRAYS["w0"])
+    assert cache.Cache(kept).files() is not None
