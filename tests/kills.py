@@ -60,7 +60,7 @@ def ended(child: int) -> bool:
 
 
 def at_random(name: str, times: int, where: Path) -> dict[str, int]:
-    """Kills after a random time, from too early to too late."""
+    """Kills after a random time in each part of a save's, from too early to too late."""
     scenario = scenarios.SCENARIOS[name]
     big = {"count": 8, "size": 3 << 20}
     if scenario.old:
@@ -79,7 +79,7 @@ def at_random(name: str, times: int, where: Path) -> dict[str, int]:
         start = time.perf_counter()
         child = forked(lambda folder=folder: scenario.save(folder, new))
         if number:
-            time.sleep(random.uniform(0, took * 1.1))
+            time.sleep(took * 1.1 * (number - random.random()) / (times - 1))
             os.kill(child, signal.SIGKILL)
         killed = ended(child)
         took = took if number else time.perf_counter() - start
