@@ -189,8 +189,9 @@ def load(
         path: A `.safetensors` file, a directory, a `.safetensors.index.json`, or a list of
             files. Of a directory with an index, the files that this names are loaded, with all that
             they hold; otherwise all its files.
-            A file or an index may be an http:// or https:// URL, and a file may be bytes in
-            memory, which are copied.
+            A file or an index may be an http:// or https:// URL; these and a directory may be URLs
+            of a store (s3://, gs://, az://) or of the hub (hf://). A file may be bytes in memory,
+            which are copied.
         framework: "numpy", "jax", "torch", "tensorflow", "paddle" or "cupy", an alias ("np",
             "flax", "pt", "pytorch", "tf"), or the module itself (`torch`, `jax.numpy`). Default:
             "numpy".

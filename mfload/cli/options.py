@@ -78,8 +78,8 @@ def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 
 _PATH = (
-    "A .safetensors, .npz or .npy file, a directory, an index, a URL of a file or index, or "
-    "peer://HOST:PORT/MODEL."
+    "A .safetensors, .npz or .npy file, a directory, an index; a URL of one, such as https://, "
+    "s3://, gs://, az:// or hf://; or peer://HOST:PORT/MODEL."
 )
 _FRAMEWORKS = ("numpy", "jax", "torch", "tensorflow", "paddle", "cupy")
 _FRAMEWORK = "numpy, jax, torch, tensorflow, paddle or cupy."
