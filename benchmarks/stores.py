@@ -40,6 +40,7 @@ CASES = {
     "near": "loopback",
     "far": "20 ms a request",
     "parts": "20 ms a request, in part",
+    "hub": "a hub on loopback",
     "curve": "by connections",
 }
 LABELS = {
@@ -51,8 +52,10 @@ LABELS = {
     "runai": "runai-model-streamer, torch",
     "mfload-first": "mfload.stream, the first tensor",
     "mfload-eighth": "mfload.load, one of eight shards",
+    "mfload-hub": "mfload.load, hf://",
+    "hub": "huggingface_hub into memory, then safetensors",
 }
-_PARTS = ("mfload-first", "mfload-eighth")
+_OF_CASE = {"parts": ["mfload-first", "mfload-eighth"], "hub": ["mfload-hub", "hub"]}
 _CURVE = {
     f"{ms} ms, {threads}": (ms, threads)
     for ms, threads in itertools.product((0, 5, 20, 100), (1, 2, 4, 8, 16, 32))
@@ -89,7 +92,8 @@ def names_of(case: str) -> list[str]:
     """What is measured in a case."""
     if case == "curve":
         return [*_CURVE]
-    return [*_PARTS] if case == "parts" else [name for name in LABELS if name not in _PARTS]
+    others = itertools.chain(*_OF_CASE.values())
+    return _OF_CASE.get(case) or [name for name in LABELS if name not in {*others}]
 
 
 def _python(name: str) -> str | None:
@@ -107,6 +111,8 @@ def _take(name: str, case: str, job: dict[str, Any], proxy: Any) -> Sample:
     endpoint = job["store"]["endpoint"] if case == "near" else f"http://127.0.0.1:{proxy.port}"
     given = {**job, "name": name, "store": {**job["store"], "endpoint": endpoint}}
     proxy.delay = _DELAY
+    if case == "hub":
+        given |= job["curve"]
     if case == "curve":
         ms, threads = _CURVE[name]
         proxy.delay = ms / 1000
@@ -114,6 +120,7 @@ def _take(name: str, case: str, job: dict[str, Any], proxy: Any) -> Sample:
     keys = ("access_key_id", "AWS_ACCESS_KEY_ID"), ("secret_access_key", "AWS_SECRET_ACCESS_KEY")
     known = {variable: job["store"][key] for key, variable in keys}
     known |= {"AWS_REGION": job["store"]["region"], "AWS_EC2_METADATA_DISABLED": "true"}
+    known |= {"HF_ENDPOINT": job["hub"], "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": ""}
     known |= {"AWS_ENDPOINT_URL": endpoint, "RUNAI_STREAMER_S3_USE_VIRTUAL_ADDRESSING": "0"}
     try:
         made = subprocess.run(
@@ -129,14 +136,15 @@ def _take(name: str, case: str, job: dict[str, Any], proxy: Any) -> Sample:
     if made.returncode:
         raise process.ChildError(process.last_words(made.returncode, made.stderr))
     sample = json.loads(made.stdout.splitlines()[-1])
-    if case != "near":  # With those of the tiny load.
+    if case not in ("near", "hub"):  # With those of the tiny load.
         sample |= {"requests": len(proxy.requests), "sent": proxy.sent}
     return {"case": case, "name": name, **sample}
 
 
 def measure(folder: Path, cases: Sequence[str], rounds: int, seed: int, gb: float) -> Results:
     """Puts a checkpoint into a bucket and measures each case."""
-    sys.path.insert(0, str(_TESTS))
+    sys.path[:0] = [str(_TESTS), str(_TESTS.parent)]
+    import hub_server  # pyright: ignore[reportMissingImports]
     import proxy as proxies  # pyright: ignore[reportMissingImports]
     import servers  # pyright: ignore[reportMissingImports]
 
@@ -150,18 +158,23 @@ def measure(folder: Path, cases: Sequence[str], rounds: int, seed: int, gb: floa
     with ExitStack() as held:
         (folder / "weed").mkdir()
         store: Any = held.enter_context(servers.weed(folder / "weed"))
+        hub: Any = held.enter_context(hub_server.hub())
         for name in kinds:
             store.put_tree(folder / name, name)
+            if name != "large":
+                paths = (folder / name).iterdir()
+                hub.push(f"org/{name}", {each.name: each.read_bytes() for each in paths})
             shutil.rmtree(folder / name)
         proxy = held.enter_context(proxies.proxying(store.port, delay=_DELAY))
 
         def what(name: str) -> dict[str, Any]:
             keys = [(f"{name}/{file}", size) for file, size in files[name]]
-            return {"url": f"s3://{servers.BUCKET}/{name}", "files": keys}
+            return {"url": f"s3://{servers.BUCKET}/{name}", "files": keys, "model": f"org/{name}"}
 
         beside = Path(sys.executable).with_name("s5cmd")
         job = {**what("large"), "tiny": what("tiny"), "nbytes": nbytes, "store": store.options}
         job["curve"] = {**what("curve"), "nbytes": sum(size for _, size in files["curve"])}
+        job |= {"hub": hub.endpoint}
         job |= {"bucket": servers.BUCKET, "memory": "/dev/shm"}
         job["s5cmd"] = str(beside) if beside.exists() else shutil.which("s5cmd")
         for case in cases:

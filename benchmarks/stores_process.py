@@ -129,10 +129,29 @@ def _runai(job: dict[str, Any]) -> list[Any]:
         return [tensor.numpy() for _, tensor in streamer.get_tensors()]
 
 
+def _of_hub(job: dict[str, Any]) -> list[Any]:
+    import mfload
+
+    return list(mfload.load(f"hf://{job['model']}", "numpy").values())
+
+
+def _hub(job: dict[str, Any]) -> list[Any]:
+    """Downloads all files into a directory of memory, and makes arrays of them."""
+    from huggingface_hub import snapshot_download
+    from safetensors.numpy import load_file
+
+    with tempfile.TemporaryDirectory(dir=job["memory"]) as folder:
+        there = Path(snapshot_download(job["model"], local_dir=folder))
+        loaded = [load_file(path) for path in sorted(there.glob("*.safetensors"))]
+        return [array for each in loaded for array in each.values()]
+
+
 WAYS: dict[str, Callable[[dict[str, Any]], list[Any]]] = {
     "mfload": _mfload,
     "mfload-first": _first,
     "mfload-eighth": _eighth,
+    "mfload-hub": _of_hub,
+    "hub": _hub,
     "obstore": _obstore,
     "runai": _runai,
     "s3fs": _s3fs,
