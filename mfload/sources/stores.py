@@ -152,6 +152,7 @@ class StoreSource(HttpSource):
         if answer.status in _ANSWERS:
             return False
         # One that breaks off is asked for again: it may say that a token has ended.
+        answer.timed.allow(self.access.seconds, least=None)  # For all of it, trailers too.
         text = answer.read(_BODY).decode("utf-8", "replace")
         said = Answered.of(answer.status, text, answer.getheader("x-amz-bucket-region"))
         if not again and self.access.stale(said):

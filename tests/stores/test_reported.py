@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import serving
 
 import mfload
 from mfload import errors
+from mfload.sources import access
 from mfload.sources.access import reason
 
 ARRAYS = {f"w{n}": np.full((64, 32), n, np.float32) for n in range(4)}
@@ -282,3 +284,16 @@ def test_what_a_server_quotes_of_a_token_is_not_shown(header: str, served: Any) 
         while one is not None:
             assert SECRET not in f"{one}{one.args}"
             one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+
+
+def test_a_refusal_that_drips_ends(
+    moto: servers.Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "STALLED", 0.5)
+    with proxies.proxying(moto.port) as proxy:
+        proxy.plan(proxies.trickle(20), path="none.safetensors", times=100)
+        how = mfload.Options(store={**moto.options, "endpoint": f"http://127.0.0.1:{proxy.port}"})
+        begin = time.monotonic()
+        with pytest.raises(errors.SourceError):
+            mfload.load(f"{url}/none.safetensors", "numpy", options=how)
+        assert time.monotonic() - begin < 15
