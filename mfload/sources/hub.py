@@ -85,7 +85,11 @@ def _placed(model: Model, path: str) -> Source | Directory:
         if not lacking:
             return _local(held, path)
         note += f"; the cache lacks {some(lacking)}"
-    return HubSource(model, path) if single else whole._replace(notes=(note,))
+    if not single:
+        return whole._replace(notes=(note,))
+    source = HubSource(model, path)
+    source.directory = HubDirectory(model, os.path.dirname(path))
+    return source
 
 
 def _local(snapshot: str, path: str, why: str = "") -> Source | Directory:

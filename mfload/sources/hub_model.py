@@ -313,8 +313,9 @@ class HubSource(HttpSource):
     `address`: that of an answer of the API instead.
     """
 
-    netrc = False
+    netrc, shared_link = False, True
     fixed = True  # Whatever validator a host names.
+    directory: Any = None  # The folder of a file that was asked for by itself.
 
     def __init__(
         self, model: Model, path: str, version: Version | None = None, address: str | None = None

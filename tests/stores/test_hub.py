@@ -210,6 +210,23 @@ class TestHubCalls:
         load()
         assert sorted(tmp_path.rglob("*")) == before
 
+    @pytest.mark.parametrize("end", ["", "/model.safetensors"])
+    def test_converting_brings_what_lies_beside(
+        self, hub: Hub, single: dict[str, bytes], tmp_path: Path, end: str
+    ) -> None:
+        hub.push(NAME, single)
+        (tmp_path / "out").mkdir()
+        mfload.convert(f"hf://{NAME}{end}", tmp_path / "out")
+        assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
+        samples.assert_same(mfload.load(tmp_path / "out", "numpy"), ONE)
+
+    def test_names_that_no_file_can_have_are_left_out(
+        self, hub: Hub, single: dict[str, bytes]
+    ) -> None:
+        odd = dict.fromkeys(("//a.safetensors", "a/../b.safetensors", "/" * 5000), b"x")
+        hub.push(NAME, {**single, **odd})
+        samples.assert_same(mfload.load(f"hf://{NAME}", "numpy"), ONE)
+
 
 class TestHubVersions:
     def test_a_branch_that_moves_while_it_is_read(
