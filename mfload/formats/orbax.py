@@ -136,7 +136,7 @@ def _item(directory: Directory, source: int, front: str = "", single: bool = Fal
     if metadata.get(_ALL_STORED) is True:
         store.missing = []
     store.ask_ahead(paths)
-    rows = [zarr.read(store, name) for name in paths]
+    rows = zarr.read(store, paths)
     rows = [row._replace(name=_joined(front, row.name)) for row in rows] if front else rows
     if store.missing:
         what = "chunks of the checkpoint are missing"

@@ -11,8 +11,9 @@ import itertools
 import math
 import re
 import struct
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from mfload import errors, sources
 from mfload.dtypes import NARROW
@@ -35,6 +36,7 @@ from mfload.sources.directories import Directory
 from mfload.stored import Encoding, Stored
 
 _ABSENT = (1 << 64) - 1
+_NEAR = 64 << 10  # Bytes between indexes of shards that are read over, at most.
 _NUMBER = re.compile(r"0|[1-9]\d{0,17}")
 
 
@@ -63,6 +65,7 @@ class ZarrStore:
     ) -> None:
         self.values, self.sources, self.first = values, [*files.values()], first
         self._directory = directory
+        self._fetched: dict[tuple[int, int], bytes] = {}  # By number and place, what comes first.
         self._numbers = {name: number for number, name in enumerate(files)}
         self._keys = sorted(values)
 
@@ -106,7 +109,43 @@ class ZarrStore:
         if value.inline is not None:
             return value.inline[start:stop]
         number = self._number(value, name)
+        known = self._fetched.pop((number, value.offset + start), b"")
+        if len(known) == stop - start:
+            return known
         return self.sources[number].read(value.offset + start, stop - start)
+
+    def fetch_ahead(self, wanted: Iterable[tuple[Value, int, int, str]]) -> None:
+        """Has bytes of values that lie on servers (see `fetch`) come at once, and in few requests.
+
+        A failure is met again where they are fetched.
+        """
+        ranges = list[tuple[int, int, int]]()
+        for value, start, stop, name in wanted:
+            if value.inline is None:
+                ranges.append((self._number(value, name), value.offset + start, stop - start))
+        if not any(self.sources[n].costs.concurrency and self.sources[n].file is None
+                   for n in {n for n, *_ in ranges}):  # fmt: skip
+            return
+        from mfload.sources import ahead  # Late: files do without.
+
+        runs = ahead.runs_of(self.sources, sorted(ranges), ahead.TOGETHER, gap=_NEAR)
+        every = [(number, *run) for number, some in runs.items() for run in some]
+        inside = {run: list[tuple[int, int]]() for run in every}
+        starts = {number: [start for start, _ in some] for number, some in runs.items()}
+        for number, place, nbytes in ranges:
+            if number in runs and nbytes:
+                at = bisect_right(starts[number], place) - 1
+                inside[number, *runs[number][at]].append((place, nbytes))
+
+        def fetch(run: tuple[int, int, int]) -> None:
+            number, start, stop = run
+            with suppress(errors.SourceError):
+                data = self.sources[number].read(start, stop - start)
+                for place, nbytes in inside[run]:
+                    self._fetched[number, place] = data[place - start :][:nbytes]
+
+        most = max((self.sources[number].costs.concurrency or 1 for number in runs), default=1)
+        sources.at_once(fetch, every, most)
 
     def path(self, value: Value) -> str:
         """The path of the file of a value, for messages."""
@@ -131,23 +170,41 @@ class ZarrStore:
         return number
 
 
-def read(store: ZarrStore, name: str) -> TensorInfo:
-    """The tensor of an array.
+def read(store: ZarrStore, names: Iterable[str]) -> list[TensorInfo]:
+    """The tensors of arrays.
 
     Raises:
         HeaderError: The metadata, a range or the index of a shard is malformed; or chunks are
             encoded in a way that mfload does not decode.
         SourceError: A file of the store is missing.
     """
-    array = _metadata(store, name)
-    dtype, shape, chunk = array.dtype, array.shape, array.chunk
-    grid = tuple(-(-n // size) for n, size in zip(shape, chunk, strict=True))
-    present: dict[Coords, Value] = {}
-    for key, value in store.below(name):
+    found = [(array := _metadata(store, name), _present(store, array)) for name in names]
+    store.fetch_ahead(
+        (value, *_index_of(array.sharding, array, value), array.name)
+        for array, present in found
+        if array.sharding is not None and array.dtype.known
+        for value in present.values()
+    )
+    return [_tensor(store, *each) for each in found]
+
+
+def _grid(array: Array) -> Coords:
+    return tuple(-(-n // size) for n, size in zip(array.shape, array.chunk, strict=True))
+
+
+def _present(store: ZarrStore, array: Array) -> dict[Coords, Value]:
+    """The chunks that are stored, by their places in the grid."""
+    grid, present = _grid(array), dict[Coords, Value]()
+    for key, value in store.below(array.name):
         at = _coords(array, key)
         if at is not None and all(map(int.__lt__, at, grid)):
             present[at] = value
-    pieces: list[Piece] = []
+    return present
+
+
+def _tensor(store: ZarrStore, array: Array, present: dict[Coords, Value]) -> TensorInfo:
+    name, dtype, shape, chunk = array.name, array.dtype, array.shape, array.chunk
+    grid, pieces = _grid(array), list[Piece]()
     if not dtype.known:  # Its chunks can be counted, not read.
         pieces += (store.piece(value, Stored(), name) for value in present.values())
     elif 0 not in shape:
@@ -230,13 +287,13 @@ def _shard(
     counts = [n // size for n, size in zip(array.chunk, inner, strict=True)]
     length = 16 * math.prod(counts)
     tail = 4 if sharding.checked else 0
-    if length + tail > value.nbytes:
+    start, stop = _index_of(sharding, array, value)
+    if stop - start < length + tail:
         what = "a shard is shorter than its index"
         raise array.bad(
             what, f"{errors.amount(length + tail)} or more", errors.amount(value.nbytes)
         )
-    start = value.nbytes - length - tail if sharding.at_end else 0
-    index = store.fetch(value, start, start + length + tail, array.name)
+    index = store.fetch(value, start, stop, array.name)
     if tail and crc32c(index[:length]).to_bytes(4, "little") != index[length:]:
         raise array.bad("the index of a shard is damaged", "its CRC-32C", index[length:].hex())
     ranges = struct.unpack(f"<{length // 8}Q", index[:length])
@@ -260,6 +317,15 @@ def _shard(
         cells = _boxed(tuple((n, n + 1) for n in at), inner, box)
         yield _chunk(store, array, sharding.codecs, inner, cells, part)
     yield from _filled(store, array, present, grid, inner, box)
+
+
+def _index_of(sharding: ShardingCodec, array: Array, value: Value) -> tuple[int, int]:
+    """Where the index of a shard lies in it; fewer bytes if the shard is shorter."""
+    pairs = zip(array.chunk, sharding.chunk, strict=True)
+    nbytes = 16 * math.prod(n // size for n, size in pairs) + (4 if sharding.checked else 0)
+    nbytes = min(nbytes, value.nbytes)
+    start = value.nbytes - nbytes if sharding.at_end else 0
+    return start, start + nbytes
 
 
 def _filled(

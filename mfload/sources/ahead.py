@@ -25,13 +25,17 @@ _LATE = 8  # and those before them, of which a reader may still want something.
 
 
 def runs_of(
-    sources: Sequence[Source], pieces: Iterable[tuple[int, int, int]], most: int
+    sources: Sequence[Source],
+    pieces: Iterable[tuple[int, int, int]],
+    most: int,
+    gap: int | None = None,
 ) -> dict[int, list[tuple[int, int]]]:
     """Runs of small pieces that follow each other in sources that are waited for, by source.
 
     Args:
         pieces: Source, offset and bytes of each, in this order.
         most: Bytes of a run, at most; nor has it more than a block of the source.
+        gap: Bytes that are read over, at most. Default: what the source says.
     """
     runs = dict[int, list[tuple[int, int]]]()
     for source, offset, nbytes in pieces:
@@ -39,7 +43,7 @@ def runs_of(
         if costs.concurrency is None or file is not None or not 0 < nbytes <= TOGETHER:
             continue
         mine, stop = runs.setdefault(source, []), offset + nbytes
-        near = mine and offset < mine[-1][1] + costs.merge_gap
+        near = mine and offset < mine[-1][1] + (costs.merge_gap if gap is None else gap)
         if near and stop - mine[-1][0] <= min(costs.block, most):
             mine[-1] = mine[-1][0], max(stop, mine[-1][1])
         else:

@@ -53,7 +53,7 @@ folder = Path(sys.argv[1])
 for kind in sys.argv[2:]:
     orbax_writer.save(folder / kind, kind, {{n: jax.numpy.asarray(w) for n, w in model.items()}})
 """
-KINDS = {"v0-ocdbt-zarr2-zstd": 27, "v0-files-zarr2-zstd": 70}
+KINDS = {"v0-ocdbt-zarr2-zstd": 27, "v0-files-zarr2-zstd": 70, "v1-ocdbt-zarr3-zstd": 54}
 
 
 @pytest.fixture(scope="module")
@@ -134,5 +134,11 @@ class TestRoundTrips:
         samples.assert_same(found, MODEL)
         assert len(proxy.requests) <= KINDS[kind]
         assert asked(proxy, "list-type=2") == 2  # What is there, and what lies beside it.
+        if "zarr3" in kind:  # The index of a shard is its last 20 bytes: all are asked for at once.
+            spans = [(each, each.headers["range"][6:].split("-")) for each in proxy.requests
+                     if "range" in each.headers]  # fmt: skip
+            tails = [each for each, (first, last) in spans if int(last) - int(first) == 19]
+            assert len(tails) == COUNT
+            assert len({each.connection for each in tails}) > 4
         if "files" in kind:
             assert asked(proxy, ".zarray") == COUNT
