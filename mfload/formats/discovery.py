@@ -40,6 +40,8 @@ _VERSION = operator.attrgetter("st_dev", "st_ino", "st_mtime_ns")
 _HIDDEN = ".mfload-"  # Of saves: see `unfinished`.
 _ONE_ARRAY = ".npy"
 _TREE = ".msgpack"
+MARKED = re.compile(r"(.+)-[0-9a-f]{8}-\d{5,}-of-\d{5,}" + re.escape(SUFFIX))
+"""Names of shards in a store (see `saving.uploads`), which an index alone makes a checkpoint."""
 _FILES = (SUFFIX, INDEX_SUFFIX, ".npz", _ONE_ARRAY, _TREE)
 _SHARD = r"(?P<stem>.*?)[-_.]?(?P<number>\d+)(-of-(?P<total>\d+))?"
 
@@ -353,6 +355,9 @@ def _of_names(directory: Directory, names: list[str], unfinished: str = "") -> C
             expected=f"*{INDEX_SUFFIX}, *{SUFFIX}, *.npz, *.npy, *.msgpack, or an Orbax checkpoint",
             found=", ".join(names[:8]) or "an empty directory",
         )
+    # What a save to a store left that was killed; a later one made the single file.
+    left = {n for n in files if (made := MARKED.fullmatch(n)) and made[1] + SUFFIX in files}
+    files = [name for name in files if name not in left]
     # Files that are numbered alike; a file without a number is a family of its own, such as the
     # first of several models, `model` beside `model_1`.
     families: dict[tuple[str, bool, int | None], dict[str, int | None]] = {}

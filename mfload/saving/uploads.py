@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property, partial
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from mfload import errors
 from mfload.formats import safetensors
-from mfload.formats.discovery import SUFFIX, read_index
+from mfload.formats.discovery import INDEX_SUFFIX, MARKED, SUFFIX, read_index
 from mfload.options import LoadOptions, Options, started
 from mfload.runtime import Deadline, Forked, start
 from mfload.saving.drafts import Draft
@@ -63,6 +63,7 @@ class UploadedTarget(SaveTarget):
     """
 
     lasting = False
+    _led: str | None = None  # The version of what decides, once it is uploaded.
 
     def __init__(
         self,
@@ -91,15 +92,29 @@ class UploadedTarget(SaveTarget):
         self._there = self._listed()
         place = self.place
         deciding = [name for name in (place.name, place.index) if name in self._there]
+        numbered = re.compile(rf"{re.escape(place.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(SUFFIX)}")
+        self._old = {*filter(numbered.fullmatch, self._there)}
+        deciding += sorted(self._old)
         if deciding and not overwrite:
             what = "a checkpoint exists already; overwrite=True replaces it"
             raise errors.TargetExistsError(what, file=self._url(deciding[0]))
-        self._old = self._shards() if place.index in self._there else set[str]()
+        if place.index in self._there:
+            self._old = self._led_to(place.index)
+        self._kept = set[str]()  # What other indexes lead to.
+        for name in self._there:
+            if name.endswith(INDEX_SUFFIX) and name != place.index:
+                self._kept |= self._led_to(name)
         self.place: Any = _Marked(place.directory, place.name, whole=place.whole)
         # An index goes on to decide, and so does one beside what a killed save left.
-        left = re.compile(rf"{re.escape(place.stem)}-[0-9a-f]{{8}}-\d+-of-\d+{SUFFIX}")
-        strays = any(map(left.fullmatch, self._there))
-        self.place.indexed = whole and (strays or place.index in self._there)
+        strays = any(
+            made[1] == place.stem for each in self._there if (made := MARKED.fullmatch(each))
+        )
+        decided = strays or self._old or place.index in self._there or place.name in self._kept
+        self.place.indexed = whole and bool(decided)
+        shared = place.name in self._kept or (place.name in self._old and len(self._old) > 1)
+        if shared and not whole:
+            what = "an index leads to the file and to others; save to the directory"
+            raise errors.TargetError(what, file=self.path)
 
     def _key(self, name: str) -> str:
         return posixpath.join(self._prefix, name)
@@ -118,10 +133,14 @@ class UploadedTarget(SaveTarget):
             ) from None
         return {posixpath.basename(each.key): each.validator for each in objects}
 
-    def _shards(self) -> set[str]:
-        """Files of the old checkpoint that its index names."""
-        index = stores.StoreSource(self._access, self._key(self.place.index))
-        return {*read_index(index)["weight_map"].values()} & self._there.keys()
+    def _led_to(self, name: str) -> set[str]:
+        """Files that an index names."""
+        index = stores.StoreSource(self._access, self._key(name))
+        try:
+            return {*read_index(index)["weight_map"].values()} & self._there.keys()
+        except (errors.FormatError, errors.SourceError) as error:
+            what = f"an index can't be read, so it is unknown which files are its: {error.message}"
+            raise errors.TargetError(what, file=index.name) from None
 
     @contextmanager
     def drafts(
@@ -151,7 +170,8 @@ class UploadedTarget(SaveTarget):
         last = names[-1]
         if last == self.place.name and self._old == {last}:
             # It leads to what is replaced now.
-            if not self._bucket.removed(self._key(self.place.index), self._there[self.place.index]):
+            index_key = self._key(self.place.index)
+            if self._bucket.remove_all({index_key: self._there[self.place.index]}):
                 raise self._bucket.taken(self._key(self.place.index))
             del self._there[self.place.index]
         if self.place.index in self._there and last == self.place.name:
@@ -163,19 +183,18 @@ class UploadedTarget(SaveTarget):
             self._lead_to_the_old(last)
         self._upload([each for each in os.listdir(front) if each[0] != "."], last)
         notes += self._bucket.notes
-        gone = {*self._old, self.place.name, self.place.index} & self._there.keys() - {*names}
-        if manifest is None:
-            gone |= {self.place.manifest} & self._there.keys()
-        order = sorted(gone, key=lambda name: (name == self.place.index, name))
-        left = [
-            name for name in order if not self._bucket.removed(self._key(name), self._there[name])
-        ]
-        if gone:
-            notes.append(
-                f"removed of the old checkpoint: {', '.join(map(self._url, sorted(gone)))}"
-            )
+        gone = {*self._old, self.place.name} & self._there.keys() - {*names}
+        gone |= {self.place.manifest} & self._there.keys() if manifest is None else set[str]()
+        order = [*sorted(gone - self._kept), *({self.place.index} & self._there.keys() - {*names})]
+        version = self._led if last == self.place.index else self._there.get(self.place.index)
+        left = self._bucket.remove_all(
+            {self._key(n): version if n == self.place.index else self._there[n] for n in order}
+        )
+        if done := [name for name in order if self._key(name) not in left]:
+            told = ", ".join(map(self._url, done))
+            notes.append(f"removed of the old checkpoint: {told}")
         if left:
-            notes.append(f"could not be removed, and belong to nothing: {', '.join(left)}")
+            notes.append(f"could not be removed, or were replaced meanwhile: {', '.join(left)}")
         return list(map(self._url, names)), [each.replace(front, self._url("")) for each in notes]
 
     def _lead_to_the_old(self, name: str) -> None:
@@ -185,7 +204,8 @@ class UploadedTarget(SaveTarget):
         """
         if name in self._there:
             return
-        old = stores.StoreSource(self._access, self._key(self.place.name))
+        key, seen = self._key(self.place.name), self._there[self.place.name]
+        old = stores.StoreSource(self._access, key)
         tensors, _ = safetensors.read(old)
         made = _leading((each.name for each in tensors), self.place.name)
         try:
@@ -194,6 +214,9 @@ class UploadedTarget(SaveTarget):
             if not self._arrived(name, io.BytesIO(made)):
                 raise
             self._there[name] = None
+        if seen is not None and self._bucket.version(key) != seen.strip('"'):
+            self._bucket.remove_all({self._key(name): self._there[name]})
+            raise self._bucket.taken(key)  # The names may be of another file.
 
     def _upload(self, names: Sequence[str], last: str) -> None:
         """Uploads the files, `last` after what it names."""
@@ -213,40 +236,55 @@ class UploadedTarget(SaveTarget):
             self._withdraw(new)
             raise
         try:
-            self._send(last, "replace" if last in self._there else "create")
+            self._led = self._send(last, "replace" if last in self._there else "create")
         except errors.MfloadError as error:
             # What was sent may have arrived, by a request whose answer was lost.
             with open(self.place.at(last), "rb") as sent:
                 arrived = self._arrived(last, sent)
-            refused = isinstance(error, errors.TargetError | errors.TargetExistsError)
-            if arrived is False and refused and not isinstance(error, errors.WriteError):
+            refused = isinstance(error, errors.TargetError) and not isinstance(
+                error, errors.WriteError
+            )
+            if isinstance(error, errors.TargetExistsError):  # It may be the save's own request.
+                refused = self._replaced(last)
+            if arrived is False and refused:
                 self._withdraw(new)
             elif not arrived and new:
                 error.add_note(f"it may still arrive, so what it names stays: {', '.join(new)}")
             if not arrived:
                 raise
         for name in sorted(after):
-            self._send(name, None if name in self._there else "create")
+            try:
+                self._send(name, "replace" if name in self._there else "create")
+            except errors.TargetExistsError:
+                self._bucket.notes.append(f"{self._url(name)} is another writer's, and stays")
+
+    def _replaced(self, name: str) -> bool:
+        """Whether an object is for certain another one than was seen first."""
+        now, seen = self._bucket.version(self._key(name)), self._there.get(name)
+        return now is not None and now != (seen or "").strip('"')
 
     def _arrived(self, name: str, sent: BinaryIO) -> bool | None:
         """Whether an object is what was to be uploaded; None if that can't be told."""
         size = sent.seek(0, os.SEEK_END)
         sent.seek(0)
         source = stores.StoreSource(self._access, self._key(name))
-        try:
+
+        def compare() -> bool:
             if source.size != size:
                 return False
             parts = range(0, size, _PART)
             return all(source.read(at, min(_PART, size - at)) == sent.read(_PART) for at in parts)
+
+        try:
+            return Deadline(_REMOVING).bound(compare, "looking at what arrived", source.name)
         except errors.SourceNotFoundError:
             return False
         except errors.MfloadError:
             return None
 
     def _withdraw(self, names: dict[str, str | None]) -> None:
-        for name, version in names.items():
-            if version is not None or self.place.is_marked(name):
-                self._bucket.removed(self._key(name), version)
+        some = [n for n in names if names[n] is not None or self.place.is_marked(n)]
+        self._bucket.remove_all({self._key(name): names[name] for name in some})
 
     def _send(self, name: str, mode: str | None) -> str | None:
         """Uploads a file; a small one only if nothing, or the old one, has its name.
@@ -322,21 +360,41 @@ class _Bucket:
                     out.write(data)
 
         self._do(send, key)
+        return self.version(key)
+
+    def version(self, key: str) -> str | None:
+        """The version of an object now, without quotes; None if it is not known."""
         with contextlib.suppress(errors.MfloadError):
-            return self._do(lambda: obstore().head(self._store, key), key)["e_tag"]
+            limit = Deadline(_REMOVING)
+            found = self._do(lambda: obstore().head(self._store, key), key, limit)["e_tag"]
+            return found and found.strip('"')
         return None
 
-    def removed(self, key: str, seen: str | None) -> bool:
-        """Removes an object, unless it is of another version than was `seen`; whether it did."""
+    def remove_all(self, objects: Mapping[str, str | None]) -> list[str]:
+        """Removes objects in their order; returns those that it did not.
+
+        Each only in the version that is given. None follows one that took too long.
+        """
+        left = dict(objects)
+        with contextlib.suppress(errors.LoadTimeoutError):
+            for key, seen in objects.items():
+                if self._removed(key, seen):
+                    del left[key]
+        return [*left]
+
+    def _removed(self, key: str, seen: str | None) -> bool:
         limit = Deadline(_REMOVING)  # Also when the time for all is over.
-        with contextlib.suppress(errors.MfloadError):
+        try:
             if seen is not None:
                 found = self._do(lambda: obstore().head(self._store, key), key, limit)["e_tag"]
                 if found is not None and found.strip('"') != seen.strip('"'):
                     return False
             self._do(lambda: obstore().delete(self._store, key), key, limit)
-            return True
-        return False
+        except errors.LoadTimeoutError:
+            raise
+        except errors.MfloadError:
+            return False
+        return True
 
     def taken(self, key: str) -> errors.TargetExistsError:
         """The error where something else is there than before."""
@@ -448,10 +506,13 @@ def write_manifest(
         what = "the file exists already; overwrite=True replaces it if it is a manifest"
         raise errors.TargetExistsError(what, file=source.name)
     check()
-    if there:
-        bucket.replace(key, text, there[0].validator)
-    else:
-        bucket.create(key, text)
+    seen = there[0].validator if there else None
+    made = bucket.replace(key, text, seen) if there else bucket.create(key, text)
+    try:
+        check()
+    except errors.SourceChangedError:  # A save came in between, whose manifest it is not.
+        bucket.remove_all({key: made} if made else {})
+        raise
 
 
 def _remove(directory: str, forked: Forked) -> None:

@@ -147,13 +147,13 @@ def test_one_file_in_place_of_shards_is_found_at_any_moment(
     """It is a shard of its own in the directory, of which the index goes on to decide."""
     place = moto.url("replaced")
     mfload.save(ARRAYS, place, max_shard_size="300kB")
-    removed = uploads._Bucket.removed  # pyright: ignore[reportPrivateUsage]
+    removed = uploads._Bucket._removed  # pyright: ignore[reportPrivateUsage]
 
     def watched(self: Any, *given: Any) -> bool:
         done = removed(self, *given)
         check(mfload.load(place, "numpy"))
         return done
 
-    monkeypatch.setattr(uploads._Bucket, "removed", watched)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(uploads._Bucket, "_removed", watched)  # pyright: ignore[reportPrivateUsage]
     mfload.save(ARRAYS, place, overwrite=True)
     check(mfload.load(place, "numpy"))

@@ -19,7 +19,10 @@ import servers
 
 import mfload
 from mfload import errors
+from mfload.options import LoadOptions
+from mfload.runtime import Deadline
 from mfload.saving import uploads
+from mfload.sources import stores
 
 ARRAYS = {
     f"l.{n}.w": np.random.default_rng(n).standard_normal((128, 256), np.float32) for n in range(4)
@@ -478,7 +481,7 @@ def _meanwhile(
     return calls
 
 
-@pytest.mark.parametrize("moment", ["_send", "removed"])
+@pytest.mark.parametrize("moment", ["_send", "_removed"])
 @pytest.mark.parametrize("before", [None, "150kB"])
 @pytest.mark.parametrize("one", [None, "150kB"])
 @pytest.mark.parametrize("two", [None, "150kB"])
@@ -565,7 +568,7 @@ def test_an_index_that_leads_to_the_file_goes_before_it(
     mfload.save(ARRAYS, place)
     index = {"metadata": {}, "weight_map": dict.fromkeys(ARRAYS, "model.safetensors")}
     moto.put(f"leads/{INDEX}", json.dumps(index).encode())
-    removed = uploads._Bucket.removed  # pyright: ignore[reportPrivateUsage]
+    removed = uploads._Bucket._removed  # pyright: ignore[reportPrivateUsage]
 
     def watched(self: Any, *given: Any) -> bool:
         check(mfload.load(url, "numpy"))
@@ -573,7 +576,7 @@ def test_an_index_that_leads_to_the_file_goes_before_it(
         check(mfload.load(url, "numpy"))
         return done
 
-    monkeypatch.setattr(uploads._Bucket, "removed", watched)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(uploads._Bucket, "_removed", watched)  # pyright: ignore[reportPrivateUsage]
     other = {"other": np.ones(3)}
     mfload.save(other, place, overwrite=True)
     np.testing.assert_array_equal(mfload.load(url, "numpy")["other"], other["other"])
@@ -585,3 +588,180 @@ def test_names_of_other_formats_are_refused(moto: servers.Store) -> None:
     for name in ("x.npz", "x.msgpack", "x.json", "x.bin"):
         with pytest.raises(errors.UsageError, match="the name is one of another format"):
             mfload.save(ARRAYS, moto.url(name), options=how)
+
+
+@pytest.fixture
+def placed(moto: servers.Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Makes URLs of one server, which the environment names."""
+    for name, value in moto.environment.items():
+        monkeypatch.setenv(name, value)
+    return lambda name: moto.url(f"{tmp_path.name}/{name}")
+
+
+def times(factor: int) -> dict[str, Any]:
+    return {name: factor * each for name, each in ARRAYS.items()}
+
+
+@pytest.mark.parametrize("before", [None, "150kB"])
+def test_what_may_still_arrive_keeps_its_shards(
+    placed: Any, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    """A gateway answers 504, and the save's own request, under way, is why the next gets 409."""
+    url = placed("late")
+    if before:
+        mfload.save(ARRAYS, url, max_shard_size=before)
+    sent = list[tuple[str, bytes]]()
+    way = "replace" if before else "create"
+
+    def taken(self: Any, key: str, data: bytes, *_: Any) -> None:
+        sent.append((key, data))
+        raise self.taken(key)
+
+    bucket = uploads._Bucket  # pyright: ignore[reportPrivateUsage]
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, way, taken)
+        with pytest.raises(errors.TargetExistsError) as caught:
+            mfload.save(times(2), url, max_shard_size="150kB", overwrite=True)
+    assert "may still arrive" in "".join(caught.value.__notes__)
+    if before:
+        check(mfload.load(url, "numpy"))
+    access, _ = stores.access_to(url, LoadOptions())
+    for key, data in sent:
+        bucket(access, Deadline(None)).write(key, data)
+    check(mfload.load(url, "numpy"), 2)
+
+
+def test_a_file_that_is_replaced_while_its_names_are_read(
+    placed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = placed("names")
+    mfload.save(ARRAYS, url)
+    read = uploads.safetensors.read
+    other = {"x": np.ones(3), "y": np.zeros(2)}
+
+    def late(source: Any) -> Any:
+        found = read(source)
+        mfload.save(other, url, overwrite=True)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads.safetensors, "read", late)
+        patch.setattr(uploads, "read_index", lambda source: pytest.fail(source.name), raising=True)
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(times(2), url, max_shard_size="150kB", overwrite=True)
+    assert {*mfload.load(url, "numpy")} == {"x", "y"}
+
+
+def test_strays_beside_a_single_file_are_left_out(placed: Any, moto: servers.Store) -> None:
+    url = placed("strays")
+    mfload.save(ARRAYS, url)
+    mfload.save(times(2), placed("others"), max_shard_size="150kB")
+    import obstore
+
+    stray = next(n for n in listed(moto, placed("others")) if "-00002-" in n)
+    key = f"{placed('others')}/{stray}".removeprefix(moto.url())
+    data = bytes(obstore.get(moto.client(), key).bytes())
+    moto.put(f"{url}/{stray}".removeprefix(moto.url()), data)
+    check(mfload.load(url, "numpy"))
+    mfload.save(times(3), f"{url}/model.safetensors", overwrite=True)
+    check(mfload.load(url, "numpy"), 3)
+
+
+def test_shards_without_an_index_are_a_checkpoint(placed: Any, moto: servers.Store) -> None:
+    url = placed("numbered")
+    data: dict[str, bytes] = {}
+    for number, name in enumerate(ARRAYS):
+        place = f"{placed('parts')}/{number}.safetensors"
+        mfload.save({name: ARRAYS[name]}, place)
+        import obstore
+
+        data[name] = bytes(obstore.get(moto.client(), place.removeprefix(moto.url())).bytes())
+        key = f"{url}/model-{number + 1:05}-of-00004.safetensors"
+        moto.put(key.removeprefix(moto.url()), data[name])
+    check(mfload.load(url, "numpy"))
+    for size in (None, "150kB"):
+        with pytest.raises(errors.TargetExistsError):
+            mfload.save(times(2), url, max_shard_size=size)
+    mfload.save(times(2), url, overwrite=True)
+    check(mfload.load(url, "numpy"), 2)
+    assert not [each for each in listed(moto, url) if "-of-00004" in each]
+
+
+@pytest.mark.parametrize("end", ["", "/model.safetensors"])
+def test_what_another_index_leads_to_stays(placed: Any, moto: servers.Store, end: str) -> None:
+    url = placed("ema")
+    mfload.save(ARRAYS, url)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(ARRAYS, "model.safetensors")}
+    moto.put(
+        f"{url}/ema.safetensors.index.json".removeprefix(moto.url()), json.dumps(index).encode()
+    )
+    other = f"{url}/ema.safetensors.index.json"
+    if end:
+        with pytest.raises(errors.TargetError, match="an index leads to the file"):
+            mfload.save(times(2), url + end, overwrite=True)
+    else:
+        mfload.save(times(2), url, max_shard_size="150kB", overwrite=True)
+        check(mfload.load(f"{url}/{INDEX}", "numpy"), 2)
+    check(mfload.load(other, "numpy"))
+
+
+def test_a_file_of_an_index_with_others_is_not_replaced_alone(
+    placed: Any, moto: servers.Store
+) -> None:
+    url = placed("mixed")
+    mfload.save(ARRAYS, url, max_shard_size="150kB")
+    mfload.save({"l.0.w": ARRAYS["l.0.w"]}, f"{placed('one')}/model.safetensors")
+    import obstore
+
+    key = f"{placed('one')}/model.safetensors".removeprefix(moto.url())
+    moto.put(
+        f"{url}/model.safetensors".removeprefix(moto.url()),
+        bytes(obstore.get(moto.client(), key).bytes()),
+    )
+    index = json.loads(
+        bytes(obstore.get(moto.client(), f"{url}/{INDEX}".removeprefix(moto.url())).bytes())
+    )
+    index["weight_map"]["l.0.w"] = "model.safetensors"
+    moto.put(f"{url}/{INDEX}".removeprefix(moto.url()), json.dumps(index).encode())
+    with pytest.raises(errors.TargetError, match="save to the directory"):
+        mfload.save(times(2), f"{url}/model.safetensors", overwrite=True)
+    check(mfload.load(url, "numpy"))
+
+
+@pytest.mark.parametrize("size", [None, "150kB"])
+def test_the_manifest_is_that_of_the_checkpoint(
+    placed: Any, monkeypatch: pytest.MonkeyPatch, size: str | None
+) -> None:
+    """Another save comes between what decides and its manifest; and before that of `verify`."""
+    url = placed("sums")
+    mfload.save(ARRAYS, url, max_shard_size=size, checksums=True)
+    send = uploads.UploadedTarget._send  # pyright: ignore[reportPrivateUsage]
+    late = [True]
+
+    def call(self: Any, name: str, mode: str | None) -> Any:
+        if name.endswith("checksums.json") and late and late.pop():
+            mfload.save(times(3), url, max_shard_size=size, overwrite=True, checksums=True)
+        return send(self, name, mode)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(uploads.UploadedTarget, "_send", call)
+        done = mfload.save(times(2), url, max_shard_size=size, overwrite=True, checksums=True)
+    assert any("another writer's" in note for note in done.notes)
+    check(mfload.load(url, "numpy"), 3)
+    assert mfload.verify(url, mode="check").ok
+    bucket = uploads._Bucket  # pyright: ignore[reportPrivateUsage]
+    replace = bucket.replace
+
+    def between(self: Any, key: str, *given: Any) -> Any:
+        if key.endswith("checksums.json"):
+            monkeypatch.setattr(bucket, "replace", replace)
+            mfload.save(times(4), url, max_shard_size=size, overwrite=True)
+            return self.write(key, given[0])
+        return replace(self, key, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket, "replace", between)
+        with pytest.raises(errors.SourceChangedError):
+            mfload.verify(url, mode="write", overwrite=True)
+    check(mfload.load(url, "numpy"), 4)
+    assert mfload.verify(url).ok
