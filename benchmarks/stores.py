@@ -40,7 +40,7 @@ CASES = {
     "near": "loopback",
     "far": "20 ms a request",
     "parts": "20 ms a request, in part",
-    "hub": "a hub on loopback",
+    "hub": "a hub on loopback, a quarter of it",
     "curve": "by connections",
 }
 LABELS = {
@@ -92,8 +92,8 @@ def names_of(case: str) -> list[str]:
     """What is measured in a case."""
     if case == "curve":
         return [*_CURVE]
-    others = itertools.chain(*_OF_CASE.values())
-    return _OF_CASE.get(case) or [name for name in LABELS if name not in {*others}]
+    others = {*itertools.chain(*_OF_CASE.values())}
+    return _OF_CASE.get(case) or [name for name in LABELS if name not in others]
 
 
 def _python(name: str) -> str | None:
