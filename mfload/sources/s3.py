@@ -233,9 +233,9 @@ def _plain(name: str) -> str:
 def _together(settings: dict[str, Any]) -> dict[str, Any]:
     """Settings whose keys have no session token: that of the environment belongs to others."""
     named = {_plain(name): name for name in settings}
-    if "access_key_id" not in named or {"session_token", "token"} & {*named}:
-        return settings
-    if not os.environ.get("AWS_SESSION_TOKEN"):
+    both = {"access_key_id", "secret_access_key"} <= {*named}
+    with_token = bool({"session_token", "token"} & {*named})
+    if not both or with_token or not os.environ.get("AWS_SESSION_TOKEN"):
         return settings
     keys = {name: settings[named[name]] for name in ("access_key_id", "secret_access_key")}
     rest = {name: value for name, value in settings.items() if _plain(name) not in keys}

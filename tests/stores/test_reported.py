@@ -106,6 +106,16 @@ def test_keys_that_are_given_need_no_token_of_the_environment(
     check(mfload.load(f"{place}/model.safetensors", "numpy", options=options(weed)))
 
 
+def test_half_of_the_keys_beside_a_token_of_the_environment(
+    weed: servers.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "stale")
+    given = {name: value for name, value in weed.options.items() if name != "secret_access_key"}
+    for end in ("", "/model.safetensors"):
+        with pytest.raises(errors.MfloadError):
+            mfload.load(weed.url(f"half{end}"), "numpy", options=mfload.Options(store=given))
+
+
 def test_an_odd_key_far_below_does_not_hide_a_directory(moto: servers.Store) -> None:
     mfload.save(ARRAYS, moto.url("odd/m"), options=options(moto))
     import boto3
